@@ -36,7 +36,7 @@ def _write(grad: torch.Tensor, given: torch.Tensor | None, grads: WeightGrads) -
     """Into `given`, rounded once (after the addition, when accumulating), or a new tensor in `grads.dtype`."""
     if given is None:
         return grad.to(grads.dtype)
-    return given.copy_(given.to(grad.dtype) + grad if grads.accumulate else grad)
+    return given.copy_(given + grad if grads.accumulate else grad)
 
 
 def _write_parts(halves: tuple[torch.Tensor, ...], num_parts: int, given: tuple[torch.Tensor, ...] | None, grads: WeightGrads) -> tuple:

@@ -16,7 +16,6 @@ from .exchange import Exchange
 from .experts import Experts
 from .precision import resolve_precision
 
-
 PLAIN_SWIGLU = SwiGLU()
 
 
