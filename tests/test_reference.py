@@ -37,7 +37,7 @@ class Inputs:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def make_inputs(T=5, H=6, I=4, E=3, K=2, *, bias=True, seed=0, dtype=F64) -> Inputs:  # noqa: E741
+def make_inputs(T=5, H=6, I=4, E=3, K=2, *, bias=True, seed=0, dtype=F64) -> Inputs:
     g = torch.Generator().manual_seed(seed)
 
     def randn(*shape):

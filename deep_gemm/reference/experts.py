@@ -46,6 +46,16 @@ def halves(parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]
     raise ValueError(f"w13: expected one tensor or a (gate, up) pair, got {len(parts)} tensors")
 
 
+# Every operand of a matmul is an allocation of its own, because BLAS may sum in another order for another alignment, and where an expert's
+# rows and weights lie in the tensors of a rank depends on the number of ranks.
+def _segments(rows: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
+    return [segment.clone() for segment in rows.split(counts)]
+
+
+def _weight(weights: torch.Tensor, e: int, dtype: torch.dtype) -> torch.Tensor:
+    return weights[e].to(dtype, copy=True)
+
+
 def _bias(rows: torch.Tensor, bias: torch.Tensor | None, e: int) -> torch.Tensor:
     return rows if bias is None else rows + bias[e].to(rows.dtype)
 
@@ -56,10 +66,10 @@ def gemm1(
     """(a, gate, up), each [M, I]: pre-activations `x . W13[e]^T + b13[e]` of x [M, H], and a = swiglu(gate, up)."""
     q = precision.forward
     parts = []
-    for e, rows in enumerate(x.split(counts)):
+    for e, rows in enumerate(_segments(x, counts)):
         operand = q.rows(rows)
-        gate = _bias(operand @ q.weight(experts.gate[e].to(x.dtype)).T, experts.gate_bias, e)
-        up = _bias(operand @ q.weight(experts.up[e].to(x.dtype)).T, experts.up_bias, e)
+        gate = _bias(operand @ q.weight(_weight(experts.gate, e, x.dtype)).T, experts.gate_bias, e)
+        up = _bias(operand @ q.weight(_weight(experts.up, e, x.dtype)).T, experts.up_bias, e)
         # Per expert, not for all rows at once: vector and scalar code round sigmoid differently, and which one an element meets depends on
         # its place in the tensor. An expert's segment is the same for any number of ranks.
         parts.append((swiglu(gate, up, act), gate, up))
@@ -70,7 +80,7 @@ def gemm1(
 def gemm2(a: torch.Tensor, counts: list[int], experts: Experts, precision: Precision) -> torch.Tensor:
     """Unweighted expert outputs `a . W2[e]^T + b2[e]` of a [M, I]: [M, H]."""
     q = precision.forward
-    rows = [q.rows(part) @ q.weight(experts.down[e].to(a.dtype)).T for e, part in enumerate(a.split(counts))]
+    rows = [q.rows(part) @ q.weight(_weight(experts.down, e, a.dtype)).T for e, part in enumerate(_segments(a, counts))]
     return torch.cat([_bias(part, experts.down_bias, e) for e, part in enumerate(rows)])
 
 
@@ -106,13 +116,15 @@ def _backward_one(
         return out
     q = precision.dgrad
     # Not weighted by p: the router's gradient needs the inner product before the weighting.
-    da = q.rows(dy) @ q.weight(experts.down[e].to(x.dtype).T).T
+    da = q.rows(dy) @ q.weight(_weight(experts.down, e, x.dtype).T).T
     if "topk_weights" in needs:
         dp = (da * a).sum(1)
-        out["dp"] = dp if experts.down_bias is None else dp + dy @ experts.down_bias[e].to(x.dtype)
+        out["dp"] = dp if experts.down_bias is None else dp + (dy * experts.down_bias[e].to(x.dtype)).sum(1)
     dgate, dup = dswiglu(gate, up, p * da, act)
     if "x" in needs:
-        out["dx"] = q.rows(dgate) @ q.weight(experts.gate[e].to(x.dtype).T).T + q.rows(dup) @ q.weight(experts.up[e].to(x.dtype).T).T
+        out["dx"] = (
+            q.rows(dgate) @ q.weight(_weight(experts.gate, e, x.dtype).T).T + q.rows(dup) @ q.weight(_weight(experts.up, e, x.dtype).T).T
+        )
     if "w13" in needs:
         q = precision.wgrad
         x_tokens = q.tokens(x)
@@ -142,7 +154,7 @@ def backward(
 
     needs: subset of {"x", "topk_weights", "w13", "w2", "b13", "b2"}; what it lacks is not computed. An expert without rows gets zeros.
     """
-    segments = zip(x.split(counts), dy.split(counts), p[:, None].split(counts), *(z.split(counts) for z in gate_up))
+    segments = zip(*(_segments(rows, counts) for rows in (x, dy, p[:, None], *gate_up)))
     parts = [_backward_one(rows, experts, e, act, precision, needs) for e, rows in enumerate(segments)]
     join = {"dx": torch.cat, "dp": torch.cat}
     return RowGradients(**{name: join.get(name, torch.stack)([part[name] for part in parts]) for name in parts[0]})
