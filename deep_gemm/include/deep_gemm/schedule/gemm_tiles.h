@@ -97,15 +97,15 @@ DG_SHARED int dg_gemm_next_tile(dg_gemm_cursor* cursor, const dg_gemm_problem* p
   }
   const int end = dg_gemm_group_end(p, layout, cursor->group);
   const int low = dg_max(cursor->begin, p->window_begin), high = dg_min(end, p->window_end);
-  const int rows = p->kind == DG_GEMM_K_ENDS ? p->m : high - low;
+  const int rows_in_window = high - low, rows = p->kind == DG_GEMM_K_ENDS ? p->m : rows_in_window;
   dg_gemm_raster(t - cursor->first_tile, (int)dg_ceil_div(rows, p->block_m), n_blocks, &m_block, &n_block);
   tile->group = cursor->group;
   tile->n_begin = n_block * p->block_n;
   tile->m_begin = m_block * p->block_m;
   tile->num_rows = dg_min(p->block_m, rows - tile->m_begin);
   if (p->kind == DG_GEMM_K_ENDS) {
-    tile->k_begin = low - p->window_begin;
-    tile->k_end = dg_max(high - p->window_begin, tile->k_begin);
+    tile->k_begin = rows_in_window > 0 ? low - p->window_begin : 0;
+    tile->k_end = tile->k_begin + dg_max(rows_in_window, 0);
     tile->carry_in = cursor->begin < p->window_begin;
     tile->carry_out = end > p->window_end;
   } else {
