@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 GRADIENTS = ("x", "topk_weights", "w13", "w2", "b13", "b2")
 """Names of the inputs that have a gradient, in the order in which gradients are always listed."""
 
-PRECISIONS = {"reference": ("bf16", "fp8", "mxfp8"), "cuda": ("bf16",)}
+PRECISIONS = {"reference": ("bf16", "fp8", "mxfp8", "fp8_bwd"), "cuda": ("bf16",)}
 """Precisions each backend computes; another one is refused before any work."""
 
 

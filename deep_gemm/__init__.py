@@ -1,0 +1,47 @@
+"""DeepGEMM for training: grouped GEMMs and Mega MoE, forward and backward.
+
+Names are loaded on first use, so that importing the package needs no GPU, driver, toolkit or NVRTC.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+_NAMES_BY_MODULE = {
+    "mega.api": ("get_symm_buffer_for_mega_moe", "mega_moe", "mega_moe_bwd", "mega_moe_fwd"),
+    "mega.buffer": ("MegaMoeBuffer",),
+    "mega.state": ("MegaMoeGradients", "MegaMoeState"),
+    "mega.forward_only": ("bf16_mega_moe", "fp8_mega_moe", "transform_weights_for_mega_moe"),
+    "errors": ("BackendUnavailable", "CompileError", "PeerTimeoutError"),
+    "gemm": (
+        "bf16_gemm_nn",
+        "bf16_gemm_nt",
+        "bf16_gemm_tn",
+        "bf16_gemm_tt",
+        "get_num_sms",
+        "k_grouped_bf16_gemm_tn_contiguous",
+        "m_grouped_bf16_gemm_nn_contiguous",
+        "m_grouped_bf16_gemm_nt_contiguous",
+        "m_grouped_bf16_gemm_nt_masked",
+        "set_num_sms",
+    ),
+}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+_SUBMODULES = ("activation", "errors", "gemm", "jit", "mega", "nn", "quant", "reference", "testing")
+
+__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(f"deep_gemm.{_MODULE_OF[name]}"), name)
+    elif name in _SUBMODULES:
+        value = importlib.import_module(f"deep_gemm.{name}")
+    else:
+        raise AttributeError(f"module 'deep_gemm' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})
