@@ -3,10 +3,12 @@
 #define DEEP_GEMM_LAYOUT_ALL_STRUCTS_H
 
 #include <deep_gemm/layout/example_params.h>
+#include <deep_gemm/layout/mega_moe_params.h>
 #include <deep_gemm/layout/gemm_params.h>
 
 #define DG_ALL_STRUCTS(S)                    \
   S(ExampleParams, DG_EXAMPLE_PARAMS) \
-  S(GemmParams, DG_GEMM_PARAMS)
+  S(GemmParams, DG_GEMM_PARAMS) \
+  DG_MEGA_MOE_STRUCTS(S)
 
 #endif

@@ -1,0 +1,91 @@
+// Arguments of the staged Mega MoE kernels (kernels/mega_moe_*.cuh), for host and device. Pointers into a slab of symmetric memory are
+// the slab's address of a rank plus an offset of layout/mega_moe_layout.h. An optional pointer is 0 when the part is not wanted.
+#ifndef DEEP_GEMM_LAYOUT_MEGA_MOE_PARAMS_H
+#define DEEP_GEMM_LAYOUT_MEGA_MOE_PARAMS_H
+
+#include <deep_gemm/layout/mega_moe_layout.h>
+
+// first, second  source tensors of num_vectors * 16 bytes; second is optional
+#define DG_MEGA_MOE_COPY_PARAMS(F) F(pointer, first) F(pointer, first_out) F(pointer, second) F(pointer, second_out) F(i64, num_vectors)
+DG_DEFINE_STRUCT(MegaMoeCopyParams, DG_MEGA_MOE_COPY_PARAMS)
+
+// topk_idx int32 or int64 by idx_bytes, [num_entries]; topk_weights f32 [num_entries]; the rest: regions of the same name
+#define DG_MEGA_MOE_ROUTE_PARAMS(F)                                                                                       \
+  F(pointer, topk_idx) F(pointer, topk_weights) F(pointer, slot_expert) F(pointer, weights) F(pointer, expert_offsets)    \
+  F(pointer, src_list) F(pointer, block_counts) F(pointer, id_fault) F(pointer, control) F(i32, num_entries)              \
+  F(i32, num_blocks) F(i32, num_experts) F(i32, idx_bytes)
+DG_DEFINE_STRUCT(MegaMoeRouteParams, DG_MEGA_MOE_ROUTE_PARAMS)
+
+// tag             DG_PHASE_* | detail << DG_TAG_DETAIL_SHIFT; only_if_pending: do nothing unless peers may be reading
+// pending_after   control.pending once the barrier is passed
+#define DG_MEGA_MOE_BARRIER_PARAMS(F)                                                                                   \
+  F(peers, symm) F(i64, signals_offset) F(pointer, control) F(pointer, faults) F(u64, timeout_ns) F(u32, tag)           \
+  F(i32, rank) F(i32, num_ranks) F(i32, only_if_pending) F(u32, pending_after)
+DG_DEFINE_STRUCT(MegaMoeBarrierParams, DG_MEGA_MOE_BARRIER_PARAMS)
+
+#define DG_MEGA_MOE_PLAN_PARAMS(F)                                                                                      \
+  F(peers, symm) F(i64, expert_offsets_offset) F(i64, id_fault_offset) F(pointer, group_ends) F(pointer, segment_begin) \
+  F(pointer, segment_source) F(pointer, control) F(pointer, faults) F(i32, rank) F(i32, num_ranks)                      \
+  F(i32, num_local_experts)
+DG_DEFINE_STRUCT(MegaMoePlanParams, DG_MEGA_MOE_PLAN_PARAMS)
+
+// x_rows, dy_rows optional. The window holds virtual rows [window_begin, window_begin + window_rows).
+#define DG_MEGA_MOE_DISPATCH_PARAMS(F)                                                                                  \
+  F(peers, symm) F(i64, x_offset) F(i64, dy_offset) F(i64, src_list_offset) F(i64, weights_offset) F(pointer, x_rows)   \
+  F(pointer, dy_rows) F(pointer, row_meta) F(pointer, group_ends) F(pointer, segment_begin) F(pointer, segment_source)  \
+  F(i32, num_ranks) F(i32, num_local_experts) F(i32, num_topk) F(i32, hidden) F(i32, window_begin) F(i32, window_rows)
+DG_DEFINE_STRUCT(MegaMoeDispatchParams, DG_MEGA_MOE_DISPATCH_PARAMS)
+
+// z [rows, 2I]; gate_bias, up_bias: BF16, expert e at e * bias_stride, optional; a [rows, I]; weighted: a * routing weight
+#define DG_MEGA_MOE_SWIGLU_PARAMS(F)                                                                                    \
+  F(pointer, z) F(pointer, gate_bias) F(pointer, up_bias) F(pointer, a) F(pointer, row_meta) F(pointer, group_ends)     \
+  F(i64, bias_stride) F(i32, num_local_experts) F(i32, intermediate_hidden) F(i32, window_begin) F(i32, window_rows)    \
+  F(i32, weighted) F(f32, alpha) F(f32, up_offset) F(f32, clamp)
+DG_DEFINE_STRUCT(MegaMoeSwigluParams, DG_MEGA_MOE_SWIGLU_PARAMS)
+
+// act: dA' [rows, I] in, A' = p * a out; z in, dz out (may be the same); row_dp f32 [rows]; b2 [E_l, H] with dy [rows, H] optional
+#define DG_MEGA_MOE_DSWIGLU_PARAMS(F)                                                                                   \
+  F(pointer, z) F(pointer, gate_bias) F(pointer, up_bias) F(pointer, act) F(pointer, dz) F(pointer, row_dp)             \
+  F(pointer, dy) F(pointer, b2) F(pointer, row_meta) F(pointer, group_ends) F(i64, bias_stride)                         \
+  F(i32, num_local_experts) F(i32, intermediate_hidden) F(i32, hidden) F(i32, window_begin) F(i32, window_rows)         \
+  F(f32, alpha) F(f32, up_offset) F(f32, clamp)
+DG_DEFINE_STRUCT(MegaMoeDswigluParams, DG_MEGA_MOE_DSWIGLU_PARAMS)
+
+// rows [rows, H] BF16 or FP32, optional; bias BF16 [E_l, H], optional; row_dp f32 [rows], optional
+#define DG_MEGA_MOE_PUSH_PARAMS(F)                                                                                      \
+  F(peers, symm) F(i64, combine_offset) F(i64, dp_offset) F(pointer, rows) F(pointer, bias) F(pointer, row_dp)          \
+  F(pointer, row_meta) F(pointer, group_ends) F(i32, num_local_experts) F(i32, hidden) F(i32, window_begin)             \
+  F(i32, window_rows)
+DG_DEFINE_STRUCT(MegaMoePushParams, DG_MEGA_MOE_PUSH_PARAMS)
+
+// slots BF16 [T, K, H] -> out BF16 [T, H], optional; weights f32 [T, K], 0 = 1; dp_slots f32 [T, K] -> dp_out f32 [T, K], optional
+#define DG_MEGA_MOE_COMBINE_PARAMS(F)                                                                                   \
+  F(pointer, slots) F(pointer, weights) F(pointer, slot_expert) F(pointer, out) F(pointer, dp_slots) F(pointer, dp_out) \
+  F(pointer, control) F(i32, num_tokens) F(i32, num_topk) F(i32, hidden)
+DG_DEFINE_STRUCT(MegaMoeCombineParams, DG_MEGA_MOE_COMBINE_PARAMS)
+
+// Column sums per expert of rows [rows, columns] (BF16, row_stride elements), each row times its routing weight if `weighted`.
+// sums f32 [E_l, columns] carries them from round to round; the last one writes (or adds to) out [E_l, columns], BF16 or FP32.
+#define DG_MEGA_MOE_BIAS_GRAD_PARAMS(F)                                                                                 \
+  F(pointer, rows) F(pointer, row_meta) F(pointer, group_ends) F(pointer, sums) F(pointer, out) F(i64, row_stride)      \
+  F(i32, columns) F(i32, window_begin) F(i32, window_rows) F(i32, weighted) F(i32, first) F(i32, last)                  \
+  F(i32, out_is_f32) F(i32, accumulate)
+DG_DEFINE_STRUCT(MegaMoeBiasGradParams, DG_MEGA_MOE_BIAS_GRAD_PARAMS)
+
+#define DG_MEGA_MOE_STRUCTS(S)                            \
+  S(MegaMoeControl, DG_MEGA_MOE_CONTROL)                  \
+  S(MegaMoeFault, DG_MEGA_MOE_FAULT)                      \
+  S(MegaMoeRowMeta, DG_MEGA_MOE_ROW_META)                 \
+  S(MegaMoeIdFault, DG_MEGA_MOE_ID_FAULT)                 \
+  S(MegaMoeCopyParams, DG_MEGA_MOE_COPY_PARAMS)           \
+  S(MegaMoeRouteParams, DG_MEGA_MOE_ROUTE_PARAMS)         \
+  S(MegaMoeBarrierParams, DG_MEGA_MOE_BARRIER_PARAMS)     \
+  S(MegaMoePlanParams, DG_MEGA_MOE_PLAN_PARAMS)           \
+  S(MegaMoeDispatchParams, DG_MEGA_MOE_DISPATCH_PARAMS)   \
+  S(MegaMoeSwigluParams, DG_MEGA_MOE_SWIGLU_PARAMS)       \
+  S(MegaMoeDswigluParams, DG_MEGA_MOE_DSWIGLU_PARAMS)     \
+  S(MegaMoePushParams, DG_MEGA_MOE_PUSH_PARAMS)           \
+  S(MegaMoeCombineParams, DG_MEGA_MOE_COMBINE_PARAMS)     \
+  S(MegaMoeBiasGradParams, DG_MEGA_MOE_BIAS_GRAD_PARAMS)
+
+#endif
