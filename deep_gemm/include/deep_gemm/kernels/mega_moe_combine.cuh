@@ -11,7 +11,7 @@ namespace deep_gemm::kernels {
 template <class Row>
 __device__ __forceinline__ void push_row(__nv_bfloat16* to, const Row* from, const __nv_bfloat16* bias, int hidden) {
   if (sizeof(Row) == 2 && !bias) return copy_row(to, from, hidden / 8);
-#pragma unroll 4
+#pragma unroll 2
   for (int column = 8 * lane_index(); column < hidden; column += 256) {
     F32x8 v = load8(from + column);
     if (bias) add8(v, load8(bias + column));

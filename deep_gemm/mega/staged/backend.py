@@ -1,0 +1,115 @@
+"""The CUDA backend that runs each direction of Mega MoE as several launches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deep_gemm import environment, gemm_launch, jit
+from deep_gemm.mega.backend import Gradients, Problem, WeightGrads
+from deep_gemm.mega.staged import backward, forward
+from deep_gemm.mega.staged.call import Resources
+from deep_gemm.mega.staged.faults import FaultRecords
+from deep_gemm.mega.staged.kernels import Launcher
+from deep_gemm.mega.staged.regions import Regions, layout_of
+
+if TYPE_CHECKING:
+    from deep_gemm.mega.buffer import MegaMoeBuffer, MegaMoeSettings
+
+
+class StagedBackend:
+    """`Backend` (mega/backend.py) over the kernels of kernels.py and the grouped GEMMs, BF16.
+
+    Guarantees: same inputs, same bits; no host sync; capturable in a CUDA graph (all memory of a call is allocated before its first launch).
+    All calls of a buffer run on one stream, or on streams that the caller orders.
+    num_sms    CTAs of the GEMMs, and SMs that the other kernels are sized for; default: the group's share (VirtualGroup) or gemm_launch.get_num_sms
+    timeout_s  bound of every wait for a peer, DG_TIMEOUT_S when the buffer was made
+    """
+
+    name = "cuda"
+
+    def __init__(self, buffer: MegaMoeBuffer):
+        device = buffer.device
+        layout = layout_of(buffer.settings)
+        num_sms = getattr(buffer.group, "num_sms", None) or gemm_launch.get_num_sms(device.index)
+        timeout_s = read_timeout_s()
+        self._resources = Resources(
+            layout=layout,
+            regions=Regions(buffer, layout),
+            launch=Launcher(device.index),
+            faults=FaultRecords(buffer.rank, buffer.num_experts, buffer.num_topk, timeout_s, pinned=device.type == "cuda"),
+            num_sms=num_sms,
+            timeout_s=timeout_s,
+        )
+        if getattr(buffer.group, "shares_device", False):
+            load_gemms(buffer.settings, device.index)
+        torch.cuda.synchronize(device)  # scratch is cleared before any stream uses it
+
+    @staticmethod
+    def symmetric_bytes(settings: MegaMoeSettings) -> int:
+        """Size of a rank's symmetric slab, zero-filled before the first call."""
+        return layout_of(settings).symm_bytes
+
+    @staticmethod
+    def scratch_bytes(settings: MegaMoeSettings) -> int:
+        """Size of a rank's scratch; like the slab's, it does not depend on the routing."""
+        return layout_of(settings).scratch_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self._resources.regions.nbytes
+
+    @property
+    def num_sms(self) -> int:
+        return self._resources.num_sms
+
+    def gemm1(self, problem: Problem) -> tuple[Tensor, Tensor]:
+        return forward.gemm1(self._resources, problem)
+
+    def gemm2(self, problem: Problem, a: Tensor) -> Tensor:
+        return forward.gemm2(self._resources, problem, a)
+
+    def backward(self, problem: Problem, dy: Tensor, z: Tensor, needs: frozenset[str], grads: WeightGrads) -> Gradients:
+        return backward.backward(self._resources, problem, dy, z, needs, grads)
+
+    def fake_shapes(self, problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        rows, width = layout_of(problem.buffer.settings).capacity_rows, problem.buffer.intermediate_hidden
+        return (rows, width), (rows, 2 * width) if problem.save == "preact" else (0,)
+
+    def check(self) -> None:
+        self._resources.faults.check()
+
+    def poison(self) -> None:
+        """Fills all memory that must hold nothing between calls with NaN. For tests."""
+        self._resources.regions.poison()
+
+
+def read_timeout_s() -> float:
+    """DG_TIMEOUT_S, seconds."""
+    text = environment.text("DG_TIMEOUT_S")
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise ValueError(f"DG_TIMEOUT_S = {text!r}: expected a number of seconds between 0 and 1e6")
+    return value
+
+
+def gemm_specs(settings: MegaMoeSettings) -> list[jit.KernelSpec]:
+    """The GEMM variants that calls with these settings can ask for."""
+    bf16, f32 = torch.bfloat16, torch.float32
+    hidden, width, experts = settings.hidden, settings.intermediate_hidden, settings.num_local_experts
+    m_grouped = [("k", bf16, 2 * width), ("k", bf16, width), ("k", bf16, hidden)]  # GEMM 1 (one or two weights), GEMM 2
+    m_grouped += [("mn", bf16, width), ("mn", bf16, hidden), ("mn", f32, hidden)]  # dgrad 2, dgrad 1 (one or two weights)
+    configs = [gemm_launch.choose_config("m_ends", "k", b, d, n, experts) for b, d, n in m_grouped]
+    configs += [gemm_launch.choose_config("k_ends", "mn", "mn", d, n, experts) for d in (bf16, f32) for n in (hidden, width)]
+    return list(dict.fromkeys(config.spec() for config in configs))
+
+
+def load_gemms(settings: MegaMoeSettings, device_index: int) -> None:
+    """Loads every GEMM that calls can use: in a process that runs several ranks, loading one while another rank's kernel waits could block."""
+    for spec in gemm_specs(settings):
+        jit.load(spec, device_index)
