@@ -1,8 +1,8 @@
 """Places the CUTLASS, CuTe and CCCL headers that the kernels include, with their licences, in deep_gemm/include/third_party/.
 
-The wheels are pinned by hash in third-party/requirements.txt and come through pip; only the textual include closure of `ROOTS` is kept (about a tenth
-of the files), so that the built wheel stays small and holds nothing that no kernel can reach. NVIDIA's CUDA runtime headers (cuda_bf16.h,
-...) are proprietary and never copied: at run time they come from nvidia-cuda-runtime, which torch requires.
+The wheels are pinned by hash in third-party/requirements.txt and come through pip. Only the textual include closure of `ROOTS` is kept,
+about a tenth of the files, so that the built wheel stays small. NVIDIA's CUDA runtime headers (cuda_bf16.h, ...) are proprietary and never
+copied: at run time they come from nvidia-cuda-runtime, which torch requires.
 
     python scripts/fetch_headers.py [--destination DIR] [--wheels DIR] [--force]
 
@@ -42,8 +42,8 @@ ROOTS = (
 # Named behind switches that NVRTC never sets (_LIBCUDACXX_HAS_SPACESHIP_OPERATOR, _LIBCUDACXX_HAS_STRING) and in no release of CCCL.
 ABSENT = ("cuda/std/compare", "cuda/std/__compare/", "cuda/std/__type_traits/predicate_traits.h")
 INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]+(?:[<"]([^>"\n]+)[>"]|CUDA_STD_HEADER\((\w+)\))', re.MULTILINE)
-# Under NVRTC, CUTLASS 4.2 declares std::tuple_size and std::tuple_element as variadic templates. CCCL since 13.2 declares them itself, as the
-# standard has them, and the two clash. CCCL before 13.3 comes without its licence text, so the redundant declarations go instead.
+# Under NVRTC, CUTLASS 4.2 declares std::tuple_size and std::tuple_element as variadic templates. CCCL since 13.2 declares them itself, as
+# the standard has them, and the two clash. CCCL before 13.3 comes without its licence text, so the redundant declarations go instead.
 STD_TUPLE_DECLARATIONS = re.compile(
     rb"#if defined\(__CUDACC_RTC__\)\n"
     rb"template <class\.\.\. _Tp>\nstruct tuple_size;\n\n"
@@ -64,7 +64,13 @@ class Source(NamedTuple):
 
 
 SOURCES = (
-    Source("cutlass", "nvidia_cutlass-", "cutlass_library/source/include/", "nvidia_cutlass-4.2.0.0.dist-info/licenses/LICENSE.txt", ("cute", "cutlass")),
+    Source(
+        "cutlass",
+        "nvidia_cutlass-",
+        "cutlass_library/source/include/",
+        "nvidia_cutlass-4.2.0.0.dist-info/licenses/LICENSE.txt",
+        ("cute", "cutlass"),
+    ),
     Source("cccl", "nvidia_cuda_cccl-", "nvidia/cu13/include/cccl/", "nvidia/cu13/cccl/LICENSE", ("cuda", "nv")),
 )
 
@@ -87,7 +93,7 @@ def download(wheels: Path) -> None:
     # One platform for all machines: the files used are headers, and one hash then holds everywhere.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
     command += ["--only-binary=:all:", "--platform=manylinux2014_x86_64", "--requirement", str(REQUIREMENTS), "--dest", str(wheels)]
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    result = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.returncode:
         raise RuntimeError(
             f"pip could not fetch the pinned headers of {REQUIREMENTS} (exit {result.returncode}):\n{result.stdout}\n"
