@@ -24,8 +24,8 @@ static PyObject* set_driver(PyObject* module, PyObject* args, PyObject* kwargs) 
   static char* names[] = {"cuLaunchKernelEx", "cuTensorMapEncodeTiled", NULL};
   unsigned long long launch_address, encode_address;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$KK:set_driver", names, &launch_address, &encode_address)) return NULL;
-  if (!launch_address || !encode_address)
-    return PyErr_Format(PyExc_ValueError, "set_driver: cuLaunchKernelEx = %llu, cuTensorMapEncodeTiled = %llu, expected two addresses",
+  if (!launch_address != !encode_address)
+    return PyErr_Format(PyExc_ValueError, "set_driver: cuLaunchKernelEx = %llu, cuTensorMapEncodeTiled = %llu, expected two addresses, or 0 and 0 to forget them",
                         launch_address, encode_address);
   driver.tensor_map_encode_tiled = (dg_tensor_map_encode_tiled)(uintptr_t)encode_address;
   driver.launch_kernel_ex = (dg_launch_kernel_ex)(uintptr_t)launch_address;
@@ -126,8 +126,8 @@ static PyObject* launch(PyObject* module, PyObject* const* args, Py_ssize_t narg
 
 PyMethodDef dg_launch_methods[] = {
     DG_METHOD("set_driver", set_driver, METH_VARARGS | METH_KEYWORDS,
-              "set_driver(*, cuLaunchKernelEx, cuTensorMapEncodeTiled)\n\nAddresses of the two driver functions. Called by\n"
-              "deep_gemm.jit.driver.connect(), which launch and tensor_map call by themselves when it has not happened."),
+              "set_driver(*, cuLaunchKernelEx, cuTensorMapEncodeTiled)\n\nAddresses of the two driver functions; 0 and 0 forget them. Called by\n"
+              "deep_gemm.jit.driver.connect(), which launch and tensor_map call by themselves when there are none."),
     DG_METHOD("launch", launch, METH_FASTCALL,
               "launch(function, params, grid, block, smem, stream, cluster=1, cooperative=False, pdl=False)\n\n"
               "function, stream: driver handles (int); params: bytes of one struct, copied to 64-byte alignment; grid: int or tuple of up to\n"

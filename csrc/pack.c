@@ -78,8 +78,11 @@ static int store_peers(const char* where, const char* name, PyObject* value, uns
     return -1;
   }
   dg_field_peers peers = {{0}};
-  for (Py_ssize_t i = 0; i < length; i++)
-    if (dg_read_u64(where, name, is_tuple ? PyTuple_GetItem(value, i) : PyList_GetItem(value, i), &peers.address[i]) < 0) return -1;
+  for (Py_ssize_t i = 0; i < length; i++) {
+    char item_name[96];
+    PyOS_snprintf(item_name, sizeof(item_name), "%s[%d]", name, (int)i);
+    if (dg_read_u64(where, item_name, is_tuple ? PyTuple_GetItem(value, i) : PyList_GetItem(value, i), &peers.address[i]) < 0) return -1;
+  }
   memcpy(out, &peers, sizeof(peers));
   return 0;
 }

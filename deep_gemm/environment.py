@@ -1,4 +1,4 @@
-"""Environment variables of the library, all of them: docs/environment.md is checked against this table, and nothing else reads a DG_ variable.
+"""All environment variables of the library; docs/environment.md is checked against this table, and only this file reads a DG_ variable.
 
 Values are read at each use, so that a test or a notebook can set them after the import."""
 
@@ -18,10 +18,14 @@ class Variable:
 VARIABLES = {
     variable.name: variable
     for variable in (
-        Variable("DG_CACHE_DIR", "~/.cache/deep_gemm", "Folder of compiled kernels. May be shared by processes and nodes, and may be read-only."),
+        Variable(
+            "DG_CACHE_DIR", "~/.cache/deep_gemm", "Folder of compiled kernels. May be shared by processes and nodes, and may be read-only."
+        ),
         Variable("DG_JIT_VERBOSE", "0", "1: print each compilation with its time, registers and spills, and where each kernel came from."),
         Variable("DG_PRINT_CONFIG", "0", "1: print the configuration that a call chose, once per configuration."),
-        Variable("DG_DEBUG", "0", "1: check the values of CUDA tensors (expert ids) at the call, with a host sync, instead of reporting later."),
+        Variable(
+            "DG_DEBUG", "0", "1: check the values of CUDA tensors (expert ids) at the call, with a host sync, instead of reporting later."
+        ),
     )
 }
 

@@ -1,8 +1,8 @@
 """Cubins on disk, shared by processes and nodes.
 
-A file `<key>.cubin` is the cubin followed by its SHA-256 (tools that read ELF ignore what follows it); `<key>.log` beside it says what it is.
-Writers make a temporary file, flush it to disk and rename it, so a reader sees a whole file or none. One process compiles a key while others
-wait on a lock that the kernel frees when its owner dies; a file system without locks costs double work, never a wrong result."""
+A file `<key>.cubin` is the cubin followed by its SHA-256 (tools that read ELF ignore what follows it); `<key>.log` beside it says what
+it is. Writers make a temporary file, flush it to disk and rename it, so a reader sees a whole file or none. One process compiles a key
+while others wait on a lock that the system frees when its owner dies; without locks work is done twice, never wrongly."""
 
 from __future__ import annotations
 
@@ -62,6 +62,18 @@ def directory() -> Path | None:
         return None
 
 
+def writable() -> bool:
+    """Whether this process can add kernels to the disk cache."""
+    root = directory()
+    try:
+        if root is not None:
+            root.mkdir(parents=True, exist_ok=True)
+            return os.access(root, os.W_OK | os.X_OK, effective_ids=True)
+    except OSError:
+        pass
+    return False
+
+
 @functools.cache
 def _warn_once(text: str) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=4)
@@ -117,7 +129,10 @@ def _store(root: Path | None, key: str, cubin: bytes, log: str) -> Path | None:
         _write(root, f"{key}.log", log.encode())
         _write(root, f"{key}.cubin", seal(cubin))
     except OSError as error:
-        _warn_once(f"cannot write compiled kernels to {root} ({error.strerror}): each process compiles them anew; set DG_CACHE_DIR to a writable folder")
+        _warn_once(
+            f"cannot write compiled kernels to {root} ({error.strerror}): each process compiles them anew; "
+            "set DG_CACHE_DIR to a writable folder"
+        )
         return None
     return root / f"{key}.cubin"
 

@@ -46,7 +46,9 @@ def _load_nvrtc():
     try:
         status, major, minor = nvrtc.nvrtcVersion()
     except Exception as error:  # cuda-bindings raises its own kinds, by version, when libnvrtc cannot be found
-        raise BackendUnavailable(f"NVRTC, the CUDA run-time compiler, is not installed ({error}): pip install 'nvidia-cuda-nvrtc>=13,<14'") from error
+        raise BackendUnavailable(
+            f"NVRTC, the CUDA run-time compiler, is not installed ({error}): pip install 'nvidia-cuda-nvrtc>=13,<14'"
+        ) from error
     if int(status):
         raise BackendUnavailable(f"nvrtcVersion failed: {status}")
     return nvrtc, (major, minor)
@@ -96,8 +98,8 @@ def _cuda_include(version: tuple[int, int], library: Path | None) -> Path:
             return directory
     seen = [f"{directory} (CUDA {major})" for directory, major in versions.items() if major]
     raise BackendUnavailable(
-        f"no CUDA {version[0]} headers (cuda_bf16.h, cuda_runtime.h) for NVRTC {version[0]}.{version[1]}; found: {', '.join(seen) or 'none'}: "
-        f"pip install 'nvidia-cuda-runtime=={version[0]}.*', or set CUDA_HOME"
+        f"no CUDA {version[0]} headers (cuda_bf16.h, cuda_runtime.h) for NVRTC {version[0]}.{version[1]}; "
+        f"found: {', '.join(seen) or 'none'}: pip install 'nvidia-cuda-runtime=={version[0]}.*', or set CUDA_HOME"
     )
 
 
@@ -122,7 +124,12 @@ def key(spec: KernelSpec) -> str:
     """Name of the kernel's cubin: source, reachable headers, flags, compiler. Equal on every machine where these are equal."""
     tools = toolchain()
     state = hashlib.sha256()
-    for part in (spec.source, headers.closure_digest(spec.header, tools.roots), *flags(spec.arch), f"nvrtc {tools.version[0]}.{tools.version[1]} {tools.build}"):
+    for part in (
+        spec.source,
+        headers.closure_digest(spec.header, tools.roots),
+        *flags(spec.arch),
+        f"nvrtc {tools.version[0]}.{tools.version[1]} {tools.build}",
+    ):
         state.update(part.encode() + b"\0")
     return state.hexdigest()
 

@@ -91,7 +91,8 @@ def extension() -> ModuleType:
         from .. import _C
     except ImportError as error:
         raise BackendUnavailable(
-            f"the host extension deep_gemm._C is not built ({error}): run `python setup.py build_ext --inplace` in the source checkout, or install the wheel"
+            f"the host extension deep_gemm._C is not built ({error}): run `python setup.py build_ext --inplace` in the source "
+            "checkout, or install the wheel"
         ) from error
     return _C
 

@@ -1,7 +1,8 @@
 """Where headers are, and the digest of all those that a kernel can reach.
 
 The digest follows `#include` lines without evaluating conditions, so it covers more files than the compiler opens and never fewer
-(tests/test_jit.py compiles from the covered files alone). Contents and paths relative to an include root enter it; the place of a root does not."""
+(tests/test_jit.py compiles from the covered files alone). Contents, and paths relative to an include root, enter it; the place of a root
+does not."""
 
 from __future__ import annotations
 
@@ -64,8 +65,8 @@ def _included(data: bytes) -> Iterator[str]:
 
 
 class Closure:
-    """Every header reachable from the header `start`. `files`: relative path -> absolute path; `missing`: names found in no root (mostly host
-    headers behind conditions)."""
+    """Every header reachable from the header `start`. `files`: relative path -> absolute path; `missing`: names found in no root (mostly
+    host headers behind conditions)."""
 
     def __init__(self, start: str, roots: Sequence[Path]):
         self.files: dict[str, str] = {}
@@ -113,8 +114,8 @@ class Closure:
         if absent:
             where = PACKAGE / "include" / "third_party"
             raise BackendUnavailable(
-                f"the headers <{'/...>, <'.join(absent)}/...> that the kernels need are not in {where}: run `python scripts/fetch_headers.py` in the "
-                "source checkout, or reinstall the deep-gemm wheel, which carries them"
+                f"the headers <{'/...>, <'.join(absent)}/...> that the kernels need are not in {where}: run "
+                "`python scripts/fetch_headers.py` in the source checkout, or reinstall the deep-gemm wheel, which carries them"
             )
 
 

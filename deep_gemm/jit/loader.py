@@ -52,7 +52,14 @@ class LoadedKernel:
         driver.get().check(f"cuFuncSetAttribute({name}, {value})", cu.cuFuncSetAttribute(function, attribute, value))
 
     def launch(
-        self, params: bytes, grid: int | tuple[int, ...], smem_bytes: int, stream: int, cluster: int = 1, cooperative: bool = False, pdl: bool = False
+        self,
+        params: bytes,
+        grid: int | tuple[int, ...],
+        smem_bytes: int,
+        stream: int,
+        cluster: int = 1,
+        cooperative: bool = False,
+        pdl: bool = False,
     ) -> None:
         """Launches on `stream` (a handle: torch's `Stream.cuda_stream`) of this kernel's device, which must be the current one.
 
@@ -93,8 +100,8 @@ def _check_device(spec: KernelSpec, device_index: int) -> None:
     version, tools = driver.get().version, compiler.toolchain()
     if version[0] < tools.version[0]:
         raise BackendUnavailable(
-            f"the driver supports CUDA {version[0]}.{version[1]}, the compiler is NVRTC {tools.version[0]}.{tools.version[1]}: its cubins need a driver for "
-            f"CUDA {tools.version[0]}; update the driver, or install torch and NVRTC for CUDA {version[0]}"
+            f"the driver supports CUDA {version[0]}.{version[1]}, the compiler is NVRTC {tools.version[0]}.{tools.version[1]}: its cubins "
+            f"need a driver for CUDA {tools.version[0]}; update the driver, or install torch and NVRTC for CUDA {version[0]}"
         )
     arch = driver.device_arch(device_index)
     if arch.rstrip("af") != spec.arch.rstrip("af"):
@@ -113,10 +120,8 @@ def load(spec: KernelSpec, device_index: int) -> LoadedKernel:
             entry = build(spec)
             kernel = LoadedKernel(spec, device_index, entry.cubin)
             if environment.flag("DG_JIT_VERBOSE"):
-                print(
-                    f"deep_gemm: loaded {spec} on device {device_index} ({entry.origin}): {kernel.registers} registers, {kernel.spill_bytes} bytes of local memory",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+                sizes = f"{kernel.registers} registers, {kernel.spill_bytes} bytes of local memory"
+                print(f"deep_gemm: loaded {spec} on device {device_index} ({entry.origin}): {sizes}", file=sys.stderr, flush=True)
             _loaded[spec, device_index] = kernel
     return _loaded[spec, device_index]
 
@@ -125,3 +130,8 @@ def forget() -> None:
     """Empties the table of loaded kernels; those in use stay valid."""
     with _load_lock:
         _loaded.clear()
+
+
+def count() -> int:
+    """Number of kernels loaded on devices."""
+    return len(_loaded)

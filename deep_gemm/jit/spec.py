@@ -31,7 +31,7 @@ def _float32(name: str, value: float) -> float:
     """`value` rounded to FP32."""
     try:
         if value - value == 0:
-            return struct.unpack("f", struct.pack("f", value))[0]
+            return struct.unpack("<f", struct.pack("<f", value))[0]
     except OverflowError:
         pass
     raise ValueError(f"config[{name!r}] = {value}, expected a finite float of FP32's range")
