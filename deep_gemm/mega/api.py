@@ -104,7 +104,7 @@ def mega_moe_fwd(
         solver.check()
         a, z = solver.gemm1(problem)
         y = solver.gemm2(problem, a)
-    return y, MegaMoeState(problem, solver, z, topk_weights)
+    return y, MegaMoeState(problem, options.backend, z, topk_weights)
 
 
 def mega_moe_bwd(
@@ -141,9 +141,10 @@ def mega_moe_bwd(
     given = {"w13": dw13, "w2": dw2, "b13": db13, "b2": db2}
     targets = checks.weight_grads(given, problem, wanted, accumulate=accumulate, dtype=wgrad_dtype)
     z = state.preactivations()
+    solver = problem.buffer.backend(state.backend_name)
     with torch.no_grad():
-        state.backend.check()
-        made = state.backend.backward(problem, dy, z, wanted, targets)
+        solver.check()
+        made = solver.backward(problem, dy, z, wanted, targets)
     if not retain:
         state.free()
     return MegaMoeGradients(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from deep_gemm import environment
 from deep_gemm.activation import SwiGLU, resolve_activation
 from deep_gemm.mega.backend import GRADIENTS, PRECISIONS, Problem, WeightGrads
 from deep_gemm.mega.buffer import check_precision
@@ -142,7 +142,7 @@ def _check_values(problem: Problem) -> None:
         for name, tensor in (("x", problem.x), ("w2", problem.w2), *(("w13", part) for part in problem.w13)):
             if tensor.data_ptr() % CUDA_POINTER_ALIGNMENT:
                 raise ValueError(f"{name}.data_ptr() = {tensor.data_ptr():#x}: expected an address that is a multiple of {CUDA_POINTER_ALIGNMENT} bytes")
-        if os.environ.get("DG_DEBUG", "0") in ("", "0"):
+        if not environment.flag("DG_DEBUG"):
             return
     if problem.topk_idx.numel() == 0:
         return

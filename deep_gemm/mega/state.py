@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deep_gemm.mega.backend import Backend, Problem
+from deep_gemm.mega.backend import Problem
 
 
 class MegaMoeState:
@@ -16,9 +16,9 @@ class MegaMoeState:
     nbytes   bytes it keeps alive beyond the caller's own tensors: 0 with save="recompute" and FP32 topk_weights
     """
 
-    def __init__(self, problem: Problem, backend: Backend, z: Tensor, topk_weights: Tensor):
+    def __init__(self, problem: Problem, backend_name: str, z: Tensor, topk_weights: Tensor):
         self.problem = problem
-        self.backend = backend
+        self.backend_name = backend_name
         self.topk_weights_dtype = topk_weights.dtype
         self._z: Tensor | None = z
         self._converted = problem.topk_weights is not topk_weights

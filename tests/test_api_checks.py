@@ -1,0 +1,224 @@
+"""Bad input: every fault names the argument, what came and what was expected, before the backend runs; the next good call works."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from api_inputs import E, H, I, K, T, count_calls, make_buffer, make_inputs
+
+import deep_gemm
+from deep_gemm.mega import checks
+from deep_gemm.mega.backend import cuda_missing
+from deep_gemm.mega.groups import SingleGroup, resolve_group
+
+w13_shape = (E, 2 * I, H)
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+def with_id(expert: int):
+    def change(topk_idx: torch.Tensor) -> torch.Tensor:
+        topk_idx[17, 2] = expert
+        return topk_idx
+
+    return change
+
+
+# (argument, how it is spoilt, exception, pieces of the text)
+BAD_TENSORS = [
+    ("x", lambda x: x.half(), TypeError, ["x.dtype = torch.float16", "expected torch.bfloat16 or torch.float32 or torch.float64"]),
+    ("x", lambda x: x[:, :-1], ValueError, ["x.shape = (23, 9)", "expected (T, 10) = [T, hidden]"]),
+    ("x", lambda x: x[0], ValueError, ["x.shape = (10,)", "expected (T, 10)"]),
+    ("x", lambda x: torch.cat((x, x)), ValueError, ["x.shape = (46, 10): T = 46 tokens", "at most num_max_tokens_per_rank = 23"]),
+    ("x", lambda x: x.to("meta"), ValueError, ["x.device = meta", "expected cpu, the device of the buffer"]),
+    ("x", strided, ValueError, ["x is not contiguous: strides (20, 2)", "pass x.contiguous()"]),
+    ("x", lambda x: x.tolist(), TypeError, ["x = list", "expected a torch.Tensor"]),
+    ("topk_idx", lambda i: i.short(), TypeError, ["topk_idx.dtype = torch.int16", "expected torch.int64 or torch.int32"]),
+    ("topk_idx", lambda i: i[:, :2].contiguous(), ValueError, ["topk_idx.shape = (23, 2)", "expected (23, 3) = [T, num_topk]"]),
+    ("topk_idx", lambda i: i[:-1], ValueError, ["topk_idx.shape = (22, 3)", "expected (23, 3)"]),
+    ("topk_idx", with_id(E), ValueError, ["topk_idx[17, 2] = 6, but num_experts = 6 (valid: -1 or 0..5)"]),
+    ("topk_idx", with_id(-2), ValueError, ["topk_idx[17, 2] = -2, but num_experts = 6 (valid: -1 or 0..5)"]),
+    ("topk_idx", lambda i: with_id(131)(i.int()), ValueError, ["topk_idx[17, 2] = 131"]),
+    ("topk_idx", strided, ValueError, ["topk_idx is not contiguous"]),
+    ("topk_weights", lambda p: p.half(), TypeError, ["topk_weights.dtype = torch.float16", "expected torch.float32 or torch.bfloat16"]),
+    ("topk_weights", lambda p: p.double(), TypeError, ["topk_weights.dtype = torch.float64"]),
+    ("topk_weights", lambda p: p[..., None], ValueError, ["topk_weights.shape = (23, 3, 1)", "expected (23, 3)"]),
+    ("topk_weights", lambda p: None, TypeError, ["topk_weights = NoneType"]),
+    ("w13", lambda w: w.bfloat16(), TypeError, ["w13.dtype = torch.bfloat16", "expected torch.float32"]),
+    ("w13", lambda w: w[:-1], ValueError, ["w13.shape = (5, 14, 10)", "expected (6, 14, 10) = [num_local_experts, 2 * intermediate_hidden, hidden]"]),
+    ("w13", lambda w: w.transpose(1, 2), ValueError, ["w13.shape = (6, 10, 14)", "expected (6, 14, 10)"]),
+    ("w13", lambda w: (w, w), ValueError, ["w13[0].shape = (6, 14, 10)", "expected (6, 7, 10) = [num_local_experts, intermediate_hidden, hidden]"]),
+    ("w13", lambda w: w.chunk(2, 1), ValueError, ["w13[0] is not contiguous"]),
+    ("w13", lambda w: (w, w, w), TypeError, ["w13 = tuple", "or a pair (gate, up) of tensors"]),
+    ("w13", lambda w: (w[:, :I].contiguous(), None), TypeError, ["w13 = tuple", "or a pair (gate, up) of tensors"]),
+    ("w2", lambda w: w.transpose(1, 2).contiguous(), ValueError, ["w2.shape = (6, 7, 10)", "expected (6, 10, 7) = [num_local_experts, hidden, intermediate"]),
+    ("w2", lambda w: w.transpose(1, 2).contiguous().transpose(1, 2), ValueError, ["w2 is not contiguous"]),
+    ("b13", lambda b: None, ValueError, ["b2 was given without b13"]),
+    ("b2", lambda b: None, ValueError, ["b13 was given without b2"]),
+    ("b2", lambda b: b[:, 1:].contiguous(), ValueError, ["b2.shape = (6, 9)", "expected (6, 10) = [num_local_experts, hidden]"]),
+    ("b13", lambda b: (b[:, :I].contiguous(), b[:, I:].contiguous()), ValueError, ["b13 has 2 part(s), w13 has 1", "the same split"]),
+    ("b13", lambda b: b.bfloat16(), TypeError, ["b13.dtype = torch.bfloat16", "expected torch.float32"]),
+]
+
+BAD_OPTIONS = [
+    ({"activation": "relu"}, ValueError, ["activation = 'relu'", "swiglu"]),
+    ({"activation_clamp": -1.0}, ValueError, ["activation_clamp = -1.0", "expected a positive number"]),
+    ({"activation_alpha": float("inf")}, ValueError, ["activation_alpha = inf", "expected a finite number"]),
+    ({"save": "all"}, ValueError, ["save = 'all'", "expected one of ['recompute', 'preact']"]),
+    ({"precision": "int8"}, ValueError, ["precision = 'int8'", "expected one of ['bf16', 'fp8', 'mxfp8', 'fp8_bwd']"]),
+    ({"precision": "fp8", "backend": "cuda"}, NotImplementedError, ["precision = 'fp8'", "backend 'cuda' has no kernels for it"]),
+    ({"backend": "triton"}, ValueError, ["backend = 'triton'", "expected None or one of ['reference', 'cuda']"]),
+    ({"buffer": None}, TypeError, ["buffer = NoneType", "expected a MegaMoeBuffer"]),
+]
+
+
+def assert_refused(call, exception, pieces):
+    with pytest.raises(exception) as caught:
+        call()
+    for piece in pieces:
+        assert piece in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("entry", ["mega_moe", "mega_moe_fwd"])
+@pytest.mark.parametrize(("name", "spoil", "exception", "pieces"), BAD_TENSORS)
+def test_bad_tensor(entry, name, spoil, exception, pieces, monkeypatch):
+    good, buffer = make_inputs(dtype=torch.float32, bias=True), make_buffer()
+    calls = count_calls(monkeypatch, buffer)
+    bad = replace(good, **{name: spoil(getattr(good, name).clone())})
+    biases = {"b13": bad.b13, "b2": bad.b2}
+    assert_refused(lambda: getattr(deep_gemm, entry)(*bad.args, buffer, **biases), exception, pieces)
+    assert not calls
+    getattr(deep_gemm, entry)(*good.args, buffer, **good.biases)
+    assert calls["gemm1"] == 1
+
+
+@pytest.mark.parametrize("entry", ["mega_moe", "mega_moe_fwd"])
+@pytest.mark.parametrize(("options", "exception", "pieces"), BAD_OPTIONS)
+def test_bad_option(entry, options, exception, pieces, monkeypatch):
+    inputs, buffer = make_inputs(), make_buffer()
+    calls = count_calls(monkeypatch, buffer)
+    options = {"buffer": buffer, **options}
+    assert_refused(lambda: getattr(deep_gemm, entry)(*inputs.args, options.pop("buffer"), **options), exception, pieces)
+    assert not calls
+
+
+SETTINGS = {"num_experts": E, "num_max_tokens_per_rank": T, "num_topk": K, "hidden": H, "intermediate_hidden": I}
+
+
+@pytest.mark.parametrize(
+    ("change", "exception", "pieces"),
+    [
+        ({"num_experts": 0}, ValueError, ["num_experts = 0", "expected at least 1"]),
+        ({"num_experts": 6.0}, TypeError, ["num_experts = 6.0 (float)", "expected an int"]),
+        ({"num_max_tokens_per_rank": -1}, ValueError, ["num_max_tokens_per_rank = -1"]),
+        ({"num_topk": 7}, ValueError, ["num_topk = 7", "expected 1..6 (num_experts = 6)"]),
+        ({"num_topk": 17, "num_experts": 64}, ValueError, ["num_topk = 17", "expected 1..16"]),
+        ({"precision": "fp4"}, ValueError, ["precision = 'fp4'"]),
+        ({"capacity_factor": 0.0}, ValueError, ["capacity_factor = 0.0"]),
+        ({"backend": "hip"}, ValueError, ["backend = 'hip'", "expected None or one of"]),
+        ({"group": 3}, TypeError, ["group = 3 (int)", "torch.distributed.ProcessGroup"]),
+        ({"device": "cuda", "hidden": 2000}, ValueError, ["hidden = 2000", "expected a multiple of 128 on CUDA; pad to 2048"]),
+        ({"device": "cuda", "hidden": 128, "intermediate_hidden": 700}, ValueError, ["intermediate_hidden = 700", "pad to 768"]),
+        (
+            {"device": "cuda", "hidden": 128, "intermediate_hidden": 128, "precision": "fp8"},
+            NotImplementedError,
+            ["precision = 'fp8'", "backend 'cuda' has no kernels"],
+        ),
+        ({"backend": "cuda", "hidden": 128, "intermediate_hidden": 128}, deep_gemm.BackendUnavailable, ["the tensors are on cpu"]),
+    ],
+)
+def test_bad_setting(change, exception, pieces):
+    options = {"group": None, "device": "cpu", **SETTINGS, **change}
+    assert_refused(lambda: deep_gemm.get_symm_buffer_for_mega_moe(options.pop("group"), **options), exception, pieces)
+
+
+def test_experts_must_divide_over_the_ranks():
+    class FourRanks(SingleGroup):
+        size, name = 4, "four"
+
+    assert_refused(
+        lambda: deep_gemm.get_symm_buffer_for_mega_moe(FourRanks(), E, T, K, H, I, device="cpu"),
+        ValueError,
+        ["num_experts = 6", "expected a multiple of the number of ranks, 4"],
+    )
+    assert resolve_group(FourRanks()).size == 4
+
+
+BAD_BACKWARD = [
+    ({"dy": torch.zeros(T, H, dtype=torch.float64)}, TypeError, ["dy.dtype = torch.float64", "expected torch.float32"]),
+    ({"dy": torch.zeros(T - 1, H)}, ValueError, ["dy.shape = (22, 10)", "expected (23, 10) = [T, hidden], as y"]),
+    ({"dy": torch.zeros(H).expand(T, H)}, ValueError, ["dy is not contiguous", "pass dy.contiguous()"]),
+    ({"dy": None}, TypeError, ["dy = NoneType"]),
+    ({"state": None}, TypeError, ["state = NoneType", "expected the MegaMoeState"]),
+    ({"needs": ("x", "w3")}, ValueError, ["needs = ('x', 'w3')", "'topk_weights'"]),
+    ({"needs": "x"}, ValueError, ["needs = 'x'", "expected a collection of names"]),
+    ({"wgrad_dtype": torch.float16}, TypeError, ["wgrad_dtype = torch.float16", "expected torch.bfloat16 or torch.float32"]),
+    ({"wgrad_dtype": torch.float64}, TypeError, ["wgrad_dtype = torch.float64"]),
+    ({"dw13": torch.zeros(E, 2 * I, H + 1)}, ValueError, ["dw13.shape = (6, 14, 11)", "expected (6, 14, 10)"]),
+    ({"dw13": (torch.zeros(E, I, H),) * 2}, ValueError, ["dw13 has 2 part(s)", "expected 1"]),
+    ({"dw2": torch.zeros(E, H, I, dtype=torch.float16)}, TypeError, ["dw2.dtype = torch.float16"]),
+    ({"dw2": torch.zeros(E, I, H).transpose(1, 2)}, ValueError, ["dw2 is not contiguous"]),
+    ({"dw2": torch.zeros(E, H, I, device="meta")}, ValueError, ["dw2.device = meta"]),
+    ({"dw2": torch.zeros(E, H, I), "needs": ("x",)}, ValueError, ["dw2 was given", "lacks 'w2'"]),
+    ({"dw2": torch.zeros(E, H, I), "accumulate": True}, ValueError, ["dw13 = None", "expected the tensor to add into"]),
+]
+
+
+@pytest.mark.parametrize(("change", "exception", "pieces"), BAD_BACKWARD)
+def test_bad_backward(change, exception, pieces, monkeypatch):
+    inputs, buffer = make_inputs(dtype=torch.float32), make_buffer()
+    y, state = deep_gemm.mega_moe_fwd(*inputs.args, buffer)
+    calls = count_calls(monkeypatch, buffer)
+    options = {"dy": torch.ones_like(y), "state": state, **change}
+    assert_refused(lambda: deep_gemm.mega_moe_bwd(options.pop("dy"), options.pop("state"), **options), exception, pieces)
+    assert not calls
+    deep_gemm.mega_moe_bwd(torch.ones_like(y), state)
+
+
+@pytest.mark.parametrize(
+    ("main_grads", "exception", "pieces"),
+    [
+        ({"w13": torch.zeros(w13_shape)}, ValueError, ["main_grads lacks ['w2']"]),
+        ({"w1": torch.zeros(w13_shape)}, ValueError, ["main_grads has ['w1']", "expected names of weights of this call, ['w13', 'w2']"]),
+        ({"w13": torch.zeros(w13_shape), "w2": torch.zeros(E, I, H)}, ValueError, ["main_grads['w2'].shape = (6, 7, 10)"]),
+        ({"w13": (torch.zeros(E, I, H),) * 2, "w2": torch.zeros(E, H, I)}, ValueError, ["main_grads['w13'] has 2 part(s): expected 1"]),
+        ({"w13": torch.zeros(w13_shape).half(), "w2": torch.zeros(E, H, I)}, TypeError, ["main_grads['w13'].dtype = torch.float16"]),
+    ],
+)
+def test_bad_main_grads(main_grads, exception, pieces, monkeypatch):
+    inputs, buffer = make_inputs(dtype=torch.float32).trainable(), make_buffer()
+    calls = count_calls(monkeypatch, buffer)
+    assert_refused(lambda: deep_gemm.mega_moe(*inputs.args, buffer, main_grads=main_grads), exception, pieces)
+    assert not calls
+
+
+def test_options_survive_their_encoding():
+    buffer = make_buffer()
+    for clamp, alpha in ((None, None), (7, 1.702), (1 / 3, 0.1), (float("inf"), -2.0)):
+        decoded = checks.decode_options(checks.encode_options(buffer, "swiglu_oai", clamp, alpha, "preact", None, None))
+        assert decoded.activation == checks.resolve_activation("swiglu_oai", clamp, alpha)
+        assert (decoded.save, decoded.precision, decoded.backend) == ("preact", "bf16", "reference")
+
+
+@pytest.mark.parametrize(
+    ("capability", "piece"), [((9, 0), None), ((10, 0), "10.0: sm_100 kernels do not exist yet"), ((8, 0), "8.0: kernels exist for sm_90")]
+)
+def test_compute_capability_is_named(monkeypatch, capability, piece):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    reason = cuda_missing(torch.device("cuda", 0))
+    assert reason is None if piece is None else piece in reason
+
+
+def test_old_driver_is_named(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12080, raising=False)
+    reason = cuda_missing(torch.device("cuda", 0))
+    assert "driver is too old: it supports CUDA 12.8" in reason and "needs 13.0" in reason
