@@ -75,7 +75,8 @@ class ReferenceBackend:
         call = self._call(problem)
         a, gate, up = call.gemm1()
         z = call.exchange.collect(torch.cat((gate, up), 1)) if problem.save == "preact" else a.new_empty(0)
-        problem.buffer.mark_published(a := call.exchange.collect(a).view(problem.x.dtype))
+        a = call.exchange.collect(a).view(problem.x.dtype)
+        problem.buffer.mark_published(a)
         return a, z.view(problem.x.dtype)
 
     @torch.no_grad()
