@@ -77,7 +77,7 @@ def choose_config(kind: str, a_major: str, b_major: str, d_dtype: torch.dtype, n
     128 x 256 needs the fewest shared-memory bytes per FLOP (0.0117 against 0.0156 of 128 x 128) and still fits 128 accumulator registers.
     """
     block_n = 256 if n > 128 else 128 if n > 64 else 64
-    max_groups = max(32, 1 << (num_groups - 1).bit_length())
+    max_groups = max(256, 1 << (num_groups - 1).bit_length())  # 256 entries are free: shared memory is laid out in steps of 1024 bytes
     stages = max(s for s in range(2, 9) if _C.gemm_smem_bytes(BLOCK_M, block_n, BLOCK_K, s, max_groups) <= SMEM_LIMIT)
     config = GemmConfig(kind, a_major, b_major, d_dtype, block_n, stages, max_groups)
     if os.environ.get("DG_PRINT_CONFIG") == "1":
@@ -160,7 +160,7 @@ def launch(
     window: tuple[int, int] = NO_WINDOW,
     alignment: int = GROUP_ALIGNMENT,
     group_rows: int = 0,
-    carry: torch.Tensor | None = None,
+    carry: tuple[torch.Tensor, torch.Tensor] | None = None,
     accumulate: bool = False,
     num_sms: int | None = None,
     stream: int | None = None,
@@ -175,7 +175,8 @@ def launch(
         a=_operand_map(a, a_major, BLOCK_M),
         b=_operand_map(b, b_major, config.block_n),
         d=d.data_ptr(),
-        carry=0 if carry is None else carry.data_ptr(),
+        carry_in=0 if carry is None else carry[0].data_ptr(),
+        carry_out=0 if carry is None else carry[1].data_ptr(),
         group_layout=0 if layout is None else layout.data_ptr(),
         ldd=d.stride(-2),
         d_group_stride=d.stride(0) if d.dim() == 3 else 0,
@@ -210,6 +211,13 @@ def launch_m_grouped(a, b, d, group_ends, *, b_major, window=NO_WINDOW, accumula
 
 
 def launch_k_grouped(a, b, d, group_ends, *, window=NO_WINDOW, carry=None, accumulate=False, num_sms=None, stream=None) -> None:
-    """d[g] (+)= a[rows of g]^T @ b[rows of g] over the window; a [rows, m], b [rows, n], d [G, m, n], carry [m, n] FP32 when d is BF16."""
+    """d[g] (+)= a[rows of g]^T @ b[rows of g] over the window; a [rows, m], b [rows, n], d [G, m, n].
+
+    carry [2, m, n] FP32, needed when d is BF16 and there are several windows, all of one size: a window reads the half that the window before it
+    wrote and writes the other, because it may end one group's sum and begin another's.
+    """
+    if carry is not None:
+        parity = window[0] // (window[1] - window[0]) % 2
+        carry = (carry[1 - parity], carry[parity])
     launch("k_ends", a.t(), b.t(), d, m=a.shape[1], layout=group_ends, num_groups=d.shape[0], window=window, carry=carry,
            accumulate=accumulate, num_sms=num_sms, stream=stream)  # fmt: skip

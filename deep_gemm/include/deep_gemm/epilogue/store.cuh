@@ -42,7 +42,7 @@ template <class Config>
 struct StoreEpilogue {
   using D = typename Config::D;
   static constexpr int kColumns = DG_GEMM_STAGING_COLUMNS, kRows = kWgmmaM / 4, kLanesPerRow = kColumns / 8;
-  // FP32 D holds the partial sums of a group that windows cut; BF16 D leaves them to `carry`.
+  // FP32 D holds the partial sums of a group that windows cut; BF16 D leaves them to carry_in and carry_out.
   static constexpr bool kCarry = Config::kKind == DG_GEMM_K_ENDS && sizeof(D) == 2;
   // Row pitch: 8 more columns than used, so that the four rows a half-warp writes fall into different banks.
   struct Staging { float value[kRows][DG_GEMM_STAGING_PITCH]; };
@@ -96,20 +96,21 @@ struct StoreEpilogue {
   // Where columns of one row of the result go: to D, or to the carry when the group goes on in a later window.
   struct Row {
     D* d;
-    float* carry;
+    const float* carry_in;
+    float* carry_out;
     bool add_d, add_carry, to_carry;
 
     __device__ __forceinline__ void eight(const float* value) const {
       float v[8] = {};
       add_f32x8(v, value);
-      if (kCarry && add_carry) add_f32x8(v, carry);
+      if (kCarry && add_carry) add_f32x8(v, carry_in);
       if (add_d) add_f32x8(v, d);
-      if (kCarry && to_carry) store_f32x8(carry, v); else store_f32x8(d, v);
+      if (kCarry && to_carry) store_f32x8(carry_out, v); else store_f32x8(d, v);
     }
     __device__ __forceinline__ void one(int i, float v) const {
-      if (kCarry && add_carry) v += carry[i];
+      if (kCarry && add_carry) v += carry_in[i];
       if (add_d) v += load_f32(d + i);
-      if (kCarry && to_carry) carry[i] = v; else store_f32(d + i, v);
+      if (kCarry && to_carry) carry_out[i] = v; else store_f32(d + i, v);
     }
   };
 
@@ -118,7 +119,7 @@ struct StoreEpilogue {
     const dg_i64 m = tile.m_begin + row, n = tile.n_begin + column, group = kGroupOwnsRows ? tile.group : 0;
     const bool to_carry = kCarry && tile.carry_out;
     return {reinterpret_cast<D*>(params.d) + group * params.d_group_stride + m * params.ldd + n,
-            reinterpret_cast<float*>(params.carry) + m * params.n + n,
+            reinterpret_cast<const float*>(params.carry_in) + m * params.n + n, reinterpret_cast<float*>(params.carry_out) + m * params.n + n,
             params.accumulate ? !to_carry : !kCarry && tile.carry_in, kCarry && tile.carry_in, to_carry};
   }
 

@@ -6,14 +6,15 @@
 
 // a, b          operands, rank-3 maps (inner, rows, groups); the group coordinate is 0 where an operand has no groups
 // d             [.., m, n], row stride ldd and group stride d_group_stride in elements
-// carry         FP32 [m, n] or 0: partial sum of the k-group that the window's edge cuts, when D is BF16
+// carry_in/out  FP32 [m, n] or 0, used when D is BF16: partial sum of the k-group that this window's begin (in) or end (out) cuts. Two
+//               buffers, as one launch reads the former for one group while it writes the latter for another
 // group_layout  int32, by kind: index (a group per row, -1 none), ends, or rows per group; 0 when dense
 // window_*      part of the virtual rows that the operands hold (kinds with ends)
 // alignment     of each group's first row (kinds with ends)
 // group_rows    rows that each group owns in a and d (masked)
 // accumulate    1: D += result, 0: D = result
 #define DG_GEMM_PARAMS(F)                                                                                      \
-  F(tensor_map, a) F(tensor_map, b) F(pointer, d) F(pointer, carry) F(pointer, group_layout) F(i64, ldd)       \
+  F(tensor_map, a) F(tensor_map, b) F(pointer, d) F(pointer, carry_in) F(pointer, carry_out) F(pointer, group_layout) F(i64, ldd)       \
   F(i64, d_group_stride) F(i32, m) F(i32, n) F(i32, k) F(i32, num_groups) F(i32, window_begin)                 \
   F(i32, window_end) F(i32, alignment) F(i32, group_rows) F(i32, accumulate)
 DG_DEFINE_STRUCT(GemmParams, DG_GEMM_PARAMS)
