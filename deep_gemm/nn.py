@@ -25,7 +25,8 @@ class MegaMoE(nn.Module):
     device, dtype            of the parameters; dtype BF16 on CUDA. On device="meta" the buffer is made by `make_buffer(device)` or the first forward
 
     Parameters: w13 [E_l, 2I, H] (gate rows, then up rows), w2 [E_l, H, I]; E_l = E / R. They are read inside forward, so FSDP2 can shard them
-    and activation checkpointing and torch.compile(fullgraph=True) apply.
+    and activation checkpointing and torch.compile(fullgraph=True) apply. FSDP2's MixedPrecisionPolicy casts the inputs of forward to param_dtype
+    unless cast_forward_inputs=False: topk_weights then arrive rounded to BF16.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -90,10 +91,10 @@ def count_calls(monkeypatch, buffer: deep_gemm.MegaMoeBuffer, name: str = "refer
     """How often the buffer's backend runs each of its steps, from now on."""
     backend, calls = buffer.backend(name), Counter()
     for step in ("gemm1", "gemm2", "backward"):
-
-        def counted(*args, step=step, run=getattr(backend, step)):
-            calls[step] += 1
-            return run(*args)
-
-        monkeypatch.setattr(backend, step, counted, raising=True)
+        monkeypatch.setattr(backend, step, partial(_counted, calls, step, getattr(backend, step)))
     return calls
+
+
+def _counted(calls: Counter, step: str, run, *args):
+    calls[step] += 1
+    return run(*args)
