@@ -23,6 +23,7 @@ VARIABLES = {
         ),
         Variable("DG_JIT_VERBOSE", "0", "1: print each compilation with its time, registers and spills, and where each kernel came from."),
         Variable("DG_PRINT_CONFIG", "0", "1: print the configuration that a call chose, once per configuration."),
+        Variable("DG_TIMEOUT_S", "60", "Seconds that a rank waits for a peer before the call fails; read when a buffer is made."),
         Variable(
             "DG_DEBUG", "0", "1: check the values of CUDA tensors (expert ids) at the call, with a host sync, instead of reporting later."
         ),
@@ -31,7 +32,7 @@ VARIABLES = {
 
 
 def text(name: str) -> str:
-    """Value of the variable, or its default when unset or empty."""
+    """Value of the variable, or its default when unset or empty; the name must be in the table."""
     return os.environ.get(name) or VARIABLES[name].default
 
 

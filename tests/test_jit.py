@@ -4,6 +4,7 @@ kernel; what is missing, and what is wrong in a kernel, is named."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import pickle
 import re
@@ -312,6 +313,13 @@ def test_warmup_survives_the_death_of_a_worker(monkeypatch, tmp_path):
     assert len(report.failures) == 2 and all("status 9" in text for text in report.failures.values())
 
 
+def test_every_provider_of_the_library_answers():
+    specs = jit.shipped_specs()
+    assert specs and len(set(specs)) == len(specs) and all(isinstance(spec, KernelSpec) for spec in specs)
+    names = {spec.name for spec in specs}
+    assert any("gemm" in name for name in names) and any("mega_moe" in name for name in names)
+
+
 def test_shipped_specs_come_from_providers(monkeypatch):
     monkeypatch.setitem(sys.modules, "some_provider", SimpleNamespace(specs=lambda: [echo_spec(), echo_spec(), echo_spec(arch="sm_100a")]))
     monkeypatch.setattr(jit.shipped, "PROVIDERS", [])
@@ -371,6 +379,15 @@ def test_kernel_for_another_gpu_is_refused(monkeypatch):
 def test_documented_variables_are_those_of_the_code():
     rows = re.findall(r"^\| `(\w+)` \| `([^`]*)` \| (.+) \|$", (REPOSITORY / "docs" / "environment.md").read_text(), re.MULTILINE)
     assert rows == [(variable.name, variable.default, variable.meaning) for variable in environment.VARIABLES.values()]
+
+
+def test_every_variable_that_the_package_names_is_in_the_table():
+    named = set()
+    for path in (REPOSITORY / "deep_gemm").rglob("*.py"):
+        if path != Path(environment.__file__):
+            constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+            named |= {value for value in constants if isinstance(value, str) and re.fullmatch(r"DG_[A-Z_]+", value)}
+    assert named == environment.VARIABLES.keys(), "each is used, and each that is used is documented"
 
 
 def test_flag_other_than_0_or_1_is_refused(monkeypatch):

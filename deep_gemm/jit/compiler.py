@@ -21,12 +21,14 @@ _FLAGS = ("-std=c++20", "-default-device", "-DNDEBUG", "--ptxas-options=-v")
 
 @dataclass(frozen=True)
 class Toolchain:
-    """nvrtc: module of cuda-bindings; version: (major, minor); build: tells builds of one version apart; roots: include roots, in order."""
+    """nvrtc: module of cuda-bindings; version: (major, minor); build: tells builds of one version apart; roots: include roots, in
+    order; cuda_include: the root of cuda.h and cuda_bf16.h among them."""
 
     nvrtc: object
     version: tuple[int, int]
     build: int
     roots: tuple[Path, ...]
+    cuda_include: Path
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def toolchain() -> Toolchain:
     roots = [headers.PACKAGE / "include", *headers.third_party_roots(), cuda]
     if (cuda / "cccl").is_dir():
         roots.append(cuda / "cccl")
-    return Toolchain(nvrtc, version, library.stat().st_size if library else 0, tuple(roots))
+    return Toolchain(nvrtc, version, library.stat().st_size if library else 0, tuple(roots), cuda)
 
 
 def flags(arch: str) -> tuple[str, ...]:
