@@ -360,6 +360,17 @@ def test_missing_parts_are_named(monkeypatch, tmp_path):
         headers.Closure("deep_gemm/kernels/sm90_bf16_gemm.cuh", roots).check_complete(roots)
 
 
+def test_import_needs_neither_cuda_bindings_nor_extension_nor_torch(tmp_path):
+    script = (
+        "import sys; sys.modules.update({'cuda': None, 'cuda.bindings': None, 'deep_gemm._C': None, 'torch': None})\n"
+        "from jit_helpers import echo_spec; from deep_gemm import errors, jit\n"
+        "for call in (lambda: jit.build(echo_spec()), lambda: jit.load(echo_spec(), 0), jit.status):\n"
+        "    try: call()\n    except errors.BackendUnavailable as error: print(error)"
+    )
+    lines = run(script, tmp_path).splitlines()
+    assert len(lines) == 3 and all("cuda-bindings is not installed" in line for line in lines)
+
+
 def test_driver_older_than_the_compiler_is_refused(monkeypatch):
     monkeypatch.setattr(driver, "get", lambda: SimpleNamespace(version=(12, 8)))
     with pytest.raises(BackendUnavailable, match=r"driver supports CUDA 12\.8, the compiler is NVRTC 13\.\d+"):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import environment
 from ..errors import BackendUnavailable, CompileError
 from . import headers
 from .spec import KernelSpec
@@ -187,7 +188,7 @@ def _excerpt(spec: KernelSpec, file: str, line: int, context: int = 2) -> str:
 
 def _explain(spec: KernelSpec, status: str, log: str, max_places: int = 3, max_log: int = 16000) -> str:
     places = list(dict.fromkeys((file, int(line)) for file, line in _ERROR_PLACE.findall(log)))[:max_places]
-    parts = [f"{status}: kernel {spec} does not compile", f"flags: {' '.join(flags(spec.arch))}"]
+    parts = [f"{status}: kernel {spec} does not compile", f"flags: {' '.join(flags(spec.arch))}\ncache: {environment.text('DG_CACHE_DIR')}"]
     parts += [_excerpt(spec, file, line) for file, line in places]
     parts.append("compiler output:\n" + (log if len(log) <= max_log else log[:max_log] + "\n[cut]"))
     return "\n\n".join(parts)
