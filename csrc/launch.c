@@ -25,8 +25,9 @@ static PyObject* set_driver(PyObject* module, PyObject* args, PyObject* kwargs) 
   unsigned long long launch_address, encode_address;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$KK:set_driver", names, &launch_address, &encode_address)) return NULL;
   if (!launch_address != !encode_address)
-    return PyErr_Format(PyExc_ValueError, "set_driver: cuLaunchKernelEx = %llu, cuTensorMapEncodeTiled = %llu, expected two addresses, or 0 and 0 to forget them",
-                        launch_address, encode_address);
+    return PyErr_Format(PyExc_ValueError,
+                        "set_driver: cuLaunchKernelEx = %llu, cuTensorMapEncodeTiled = %llu, expected two addresses, or 0 and 0 to forget "
+                        "them", launch_address, encode_address);
   driver.tensor_map_encode_tiled = (dg_tensor_map_encode_tiled)(uintptr_t)encode_address;
   driver.launch_kernel_ex = (dg_launch_kernel_ex)(uintptr_t)launch_address;
   Py_RETURN_NONE;

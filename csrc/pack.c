@@ -144,7 +144,8 @@ static PyObject* pack(PyObject* module, PyObject* const* args, Py_ssize_t nargs,
   }
   if ((size_t)given < s->num_fields)  // Python refuses a repeated keyword, so fewer names means a missing field
     for (size_t i = 0; i < s->num_fields; i++)
-      if (!seen[i]) return PyErr_Format(PyExc_TypeError, "%s: field %s (%s) is missing", s->name, fields[i].name, kind_names[fields[i].kind]);
+      if (!seen[i])
+        return PyErr_Format(PyExc_TypeError, "%s: field %s (%s) is missing", s->name, fields[i].name, kind_names[fields[i].kind]);
   return PyBytes_FromStringAndSize((const char*)bytes, (Py_ssize_t)s->size);
 }
 
@@ -155,7 +156,8 @@ static PyObject* struct_fields(PyObject* module, PyObject* name) {
   const dg_field* fields = s->fields();
   PyObject* list = PyTuple_New((Py_ssize_t)s->num_fields);
   for (size_t i = 0; list && i < s->num_fields; i++) {
-    PyObject* row = Py_BuildValue("(ssnn)", fields[i].name, kind_names[fields[i].kind], (Py_ssize_t)fields[i].offset, (Py_ssize_t)fields[i].size);
+    PyObject* row =
+        Py_BuildValue("(ssnn)", fields[i].name, kind_names[fields[i].kind], (Py_ssize_t)fields[i].offset, (Py_ssize_t)fields[i].size);
     if (!row || PyTuple_SetItem(list, (Py_ssize_t)i, row) < 0) Py_CLEAR(list);
   }
   return list;

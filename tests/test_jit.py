@@ -4,7 +4,6 @@ kernel; what is missing, and what is wrong in a kernel, is named."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import pickle
 import re
@@ -18,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from jit_helpers import REPOSITORY, echo_spec, run, start
 
-from deep_gemm import environment, jit
+from deep_gemm import jit
 from deep_gemm.errors import BackendUnavailable, CompileError
 from deep_gemm.jit import CppType, KernelSpec, cache, compiler, driver, headers, loader
 
@@ -382,28 +381,3 @@ def test_kernel_for_another_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(driver, "device_arch", lambda index: "sm_80a")
     with pytest.raises(BackendUnavailable, match="for sm_90a, but device 0 is sm_80"):
         loader._check_device(echo_spec(), 0)
-
-
-# --- environment variables
-
-
-def test_documented_variables_are_those_of_the_code():
-    rows = re.findall(r"^\| `(\w+)` \| `([^`]*)` \| (.+) \|$", (REPOSITORY / "docs" / "environment.md").read_text(), re.MULTILINE)
-    assert rows == [(variable.name, variable.default, variable.meaning) for variable in environment.VARIABLES.values()]
-
-
-def test_every_variable_that_the_package_names_is_in_the_table():
-    named = set()
-    for path in (REPOSITORY / "deep_gemm").rglob("*.py"):
-        if path != Path(environment.__file__):
-            constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
-            named |= {value for value in constants if isinstance(value, str) and re.fullmatch(r"DG_[A-Z_]+", value)}
-    assert named == environment.VARIABLES.keys(), "each is used, and each that is used is documented"
-
-
-def test_flag_other_than_0_or_1_is_refused(monkeypatch):
-    monkeypatch.setenv("DG_DEBUG", "yes")
-    with pytest.raises(ValueError, match="DG_DEBUG = 'yes', expected 0 or 1"):
-        environment.flag("DG_DEBUG")
-    monkeypatch.delenv("DG_DEBUG")
-    assert environment.flag("DG_DEBUG") is False
