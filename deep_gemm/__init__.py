@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 
 _NAMES_BY_MODULE = {
+    "_version": ("__version__",),
     "mega.api": ("get_symm_buffer_for_mega_moe", "mega_moe", "mega_moe_bwd", "mega_moe_fwd"),
     "mega.buffer": ("MegaMoeBuffer",),
     "mega.state": ("MegaMoeGradients", "MegaMoeState"),
@@ -18,6 +19,7 @@ _NAMES_BY_MODULE = {
         "bf16_gemm_nt",
         "bf16_gemm_tn",
         "bf16_gemm_tt",
+        "get_mk_alignment_for_contiguous_layout",
         "get_num_sms",
         "k_grouped_bf16_gemm_tn_contiguous",
         "m_grouped_bf16_gemm_nn_contiguous",
@@ -27,7 +29,7 @@ _NAMES_BY_MODULE = {
     ),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
-_SUBMODULES = ("activation", "errors", "gemm", "jit", "mega", "nn", "quant", "reference", "testing")
+_SUBMODULES = ("activation", "environment", "errors", "gemm", "jit", "mega", "nn", "quant", "reference", "testing")
 
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605
 

@@ -374,5 +374,6 @@ def test_import_is_lazy_and_lists_its_names():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=deep_gemm.__path__[0] + "/..")
     assert result.returncode == 0 and result.stdout.strip() == "mega_moe_fwd", result.stderr
+    assert all(getattr(deep_gemm, name) is not None for name in deep_gemm.__all__)
     with pytest.raises(AttributeError, match="no attribute 'mega_mo'"):
         _ = deep_gemm.mega_mo

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from api_inputs import E, H, I, K, T, count_calls, make_buffer, make_inputs
 
 import deep_gemm
 from deep_gemm.mega import checks
-from deep_gemm.mega.backend import cuda_missing
+from deep_gemm.mega.backend import cuda_missing, on_device
 from deep_gemm.mega.groups import SingleGroup, resolve_group
 
 w13_shape = (E, 2 * I, H)
@@ -222,3 +224,34 @@ def test_old_driver_is_named(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12080, raising=False)
     reason = cuda_missing(torch.device("cuda", 0))
     assert "driver is too old: it supports CUDA 12.8" in reason and "needs 13.0" in reason
+
+
+def test_process_group_gives_addresses_of_torch_symmetric_memory(monkeypatch):
+    """The glue only: torch's allocator and rendezvous are stand-ins, as the real ones need GPUs."""
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    from deep_gemm.mega.groups import ProcessGroupAdapter
+
+    group = SimpleNamespace(group_name="ep")
+    seen = {}
+    memory = torch.full((64,), 7, dtype=torch.uint8)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "barrier", lambda group: seen.update(cleared_before_barrier=not memory.any()))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(symmetric_memory, "empty", lambda nbytes, dtype, device: seen.update(asked=(nbytes, dtype, str(device))) or memory)
+    monkeypatch.setattr(symmetric_memory, "rendezvous", lambda tensor, group: SimpleNamespace(buffer_ptrs=[4096, 8192], owner=(tensor, group)))
+    tensor, addresses = ProcessGroupAdapter(group).symmetric_empty(64, torch.device("cuda", 1))
+    assert tensor is memory and addresses == [4096, 8192]
+    assert seen == {"asked": (64, torch.uint8, "cuda:1"), "cleared_before_barrier": True}
+
+
+def test_device_of_the_buffer_is_made_current(monkeypatch):
+    entered = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
+    for device in ("cpu", "cuda:0", "cuda:1"):
+        with on_device(torch.device(device)):
+            pass
+    assert entered == [torch.device("cuda", 1)]

@@ -115,6 +115,17 @@ def groups_of_one_are_independent(rank):
         make_buffer(group=own[1 - rank])
 
 
+def no_symmetric_memory_is_one_clear_sentence(rank):
+    from deep_gemm.mega.groups import ProcessGroupAdapter
+
+    with pytest.raises(deep_gemm.BackendUnavailable, match="no symmetric memory on cpu"):
+        ProcessGroupAdapter(dist.group.WORLD).symmetric_empty(64, torch.device("cpu"))
+    if not torch.cuda.is_available():
+        with pytest.raises(deep_gemm.BackendUnavailable, match="no symmetric memory between the 2 ranks of group .* on cuda:0: torch says: "):
+            ProcessGroupAdapter(dist.group.WORLD).symmetric_empty(64, torch.device("cuda", 0))
+    assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+
+
 def fsdp2_shards_the_experts(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -145,6 +156,7 @@ SCENARIOS = (
     a_fault_of_one_rank_reaches_the_other,
     a_bad_argument_on_every_rank_raises_before_any_exchange,
     groups_of_one_are_independent,
+    no_symmetric_memory_is_one_clear_sentence,
     fsdp2_shards_the_experts,
     a_late_peer_ends_in_an_error,  # last: its group is of no use afterwards
 )

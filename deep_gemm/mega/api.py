@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.mega import checks, ops
-from deep_gemm.mega.backend import GRADIENTS
+from deep_gemm.mega.backend import GRADIENTS, on_device
 from deep_gemm.mega.buffer import MegaMoeBuffer
 from deep_gemm.mega.state import MegaMoeGradients, MegaMoeState, cast, joined
 
@@ -100,7 +100,7 @@ def mega_moe_fwd(
     options = checks.decode_options(checks.encode_options(buffer, activation, activation_clamp, activation_alpha, save, precision, backend))
     problem = checks.make_problem(x, topk_idx, topk_weights, w13_parts, w2, b13_parts, b2, buffer, options)
     solver = buffer.backend(options.backend)
-    with torch.no_grad():
+    with torch.no_grad(), on_device(buffer.device):
         solver.check()
         a, z = solver.gemm1(problem)
         y = solver.gemm2(problem, a)
@@ -142,7 +142,7 @@ def mega_moe_bwd(
     targets = checks.weight_grads(given, problem, wanted, accumulate=accumulate, dtype=wgrad_dtype)
     z = state.preactivations()
     solver = problem.buffer.backend(state.backend_name)
-    with torch.no_grad():
+    with torch.no_grad(), on_device(problem.buffer.device):
         solver.check()
         made = solver.backward(problem, dy, z, wanted, targets)
     if not retain:
@@ -177,7 +177,8 @@ def mega_moe(
     save="preact" saves nothing when no input needs a gradient.
     main_grads    {"w13": ..., "w2": ..., "b13": ..., "b2": ...}: BF16 or FP32 tensors in the shape of the weights (pairs for pairs), into which
                   backward adds the weight gradients; the weights' own `.grad` then stays as it is. Must have one for every weight that
-                  requires a gradient
+                  requires a gradient. In a compiled layer torch checks them like saved tensors: run each backward before the layer's next
+                  forward (eager has no such rule)
     """
     w13_parts = checks.split("w13", w13)
     b13_parts = None if b13 is None else checks.split("b13", b13)

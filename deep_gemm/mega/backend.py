@@ -6,6 +6,7 @@ kernels). Everything it sees has been checked by `mega/checks.py`; it never rais
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -78,7 +79,7 @@ class Gradients:
 
 
 class Backend(Protocol):
-    """Constructed as `Backend(buffer)`, once per buffer. No method synchronises with the device."""
+    """Constructed as `Backend(buffer)`, once per buffer. No method synchronises with the device. Called with the buffer's device current."""
 
     name: str  # "reference" | "cuda"
     nbytes: int  # scratch that it holds now, without the buffer's symmetric memory
@@ -97,6 +98,13 @@ class Backend(Protocol):
 
     def check(self) -> None:
         """Raise, once, a fault that the device recorded (an id out of range, a late peer); reads host memory only."""
+
+
+def on_device(device: torch.device) -> AbstractContextManager:
+    """Makes `device` current for launches, as torch's own operators do; free where it already is."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def cuda_missing(device: torch.device) -> str | None:

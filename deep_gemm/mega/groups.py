@@ -56,6 +56,8 @@ class ProcessGroupAdapter:
             raise ValueError(f"group = {self.name!r}: expected a group that this process (global rank {dist.get_rank()}) belongs to")
 
     def symmetric_empty(self, nbytes: int, device: torch.device) -> tuple[torch.Tensor, list[int]]:
+        if self.size == 1:
+            return SingleGroup().symmetric_empty(nbytes, device)
         if device.type != "cuda":
             raise BackendUnavailable(f"no symmetric memory on {device}: torch symmetric memory exists for CUDA devices only; use backend 'reference'")
         # Read when torch sets up its first region: peers are reached by their plain addresses only, and a multicast object takes

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.mega import checks
-from deep_gemm.mega.backend import Backend, Gradients, Problem, WeightGrads
+from deep_gemm.mega.backend import Backend, Gradients, Problem, WeightGrads, on_device
 from deep_gemm.mega.buffer import buffer_of
 
 _CALL = (
@@ -182,9 +182,17 @@ def _refuse_double_backward(ctx, *gradients):
     raise RuntimeError(_NO_DOUBLE_BACKWARD)
 
 
+def _with_device(impl):
+    def guarded(first, *args):  # every operator has a tensor first
+        with on_device(first.device):
+            return impl(first, *args)
+
+    return guarded
+
+
 def _register(name: str, impl, fake, differentiate=None, setup_context=None) -> None:
-    for key in ("CPU", "CUDA"):
-        library.impl(name, impl, key)
+    library.impl(name, impl, "CPU")
+    library.impl(name, _with_device(impl), "CUDA")
     torch.library.register_fake(f"deep_gemm::{name}", fake, lib=library)
     if differentiate is not None:
         torch.library.register_autograd(f"deep_gemm::{name}", differentiate, setup_context=setup_context, lib=library)
