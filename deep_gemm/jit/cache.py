@@ -18,7 +18,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .. import environment
@@ -49,7 +49,7 @@ class Entry:
     """cubin, and where it came from: "pack", "disk" or "compiled"; path: its file, None when it is only in memory."""
 
     key: str
-    cubin: bytes
+    cubin: bytes = field(repr=False)
     origin: str
     path: Path | None
 
