@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -25,6 +26,8 @@ class BuildPy(build_py):
         fetch_headers()
         # setuptools lists package data while it writes the metadata, before the headers of a fresh checkout exist: list again.
         self.__dict__.pop("data_files", None)
+        # Files that an earlier build left in build/ and the source no longer has would ship.
+        shutil.rmtree(Path(self.build_lib) / "deep_gemm", ignore_errors=True)
         super().run()
 
 

@@ -182,9 +182,13 @@ def fetch(destination: Path = DESTINATION, wheels: Path | None = None, force: bo
         tree = Path(scratch) / "tree"
         tree.mkdir()
         write_tree(wheels, tree)
-        if destination.exists():
-            os.rename(destination, Path(scratch) / "old")
-        os.rename(tree, destination)
+        try:
+            if destination.exists():
+                os.rename(destination, Path(scratch) / "old")
+            os.rename(tree, destination)
+        except OSError:
+            if not is_current(destination):  # else another build put the same tree there first
+                raise
     return True
 
 

@@ -1,5 +1,7 @@
-"""The gate on machine code (scripts/check_kernels.py, which scripts/test runs over all kernels): it passes one kernel of each shipped header, and
-catches spills, an ignored setmaxnreg, a GEMM without tensor cores, and a kernel that does not compile."""
+"""The gate on machine code (scripts/check_kernels.py, which scripts/test runs over all kernels).
+
+It passes one kernel of each shipped header, and catches stack frames, an ignored setmaxnreg, a GEMM without tensor cores, and a kernel that
+does not compile."""
 
 from __future__ import annotations
 
