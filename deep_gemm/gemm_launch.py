@@ -7,12 +7,11 @@ stored is read from the strides.
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
 
 import torch
 
-from . import _C, jit
+from . import _C, environment, jit
 from .jit import CppType, KernelSpec
 
 BLOCK_M, BLOCK_K = 128, 64
@@ -80,7 +79,7 @@ def choose_config(kind: str, a_major: str, b_major: str, d_dtype: torch.dtype, n
     max_groups = max(256, 1 << (num_groups - 1).bit_length())  # 256 entries are free: shared memory is laid out in steps of 1024 bytes
     stages = max(s for s in range(2, 9) if _C.gemm_smem_bytes(BLOCK_M, block_n, BLOCK_K, s, max_groups) <= SMEM_LIMIT)
     config = GemmConfig(kind, a_major, b_major, d_dtype, block_n, stages, max_groups)
-    if os.environ.get("DG_PRINT_CONFIG") == "1":
+    if environment.flag("DG_PRINT_CONFIG"):
         print(f"deep_gemm: n={n} num_groups={num_groups}: {config}")
     return config
 
