@@ -93,3 +93,11 @@ def test_installed_wheel_compiles_its_kernels(installed, tmp_path):
     )
     origins = run(sys.executable, "-c", script, cwd=tmp_path, PYTHONPATH=str(installed), DG_CACHE_DIR=str(tmp_path)).split()
     assert origins[:-1] == ["compiled"] and int(origins[-1]) > 1
+
+
+def test_quick_start_of_the_readme_runs(tmp_path):
+    blocks = (REPOSITORY / "README.md").read_text().split("```python\n")
+    assert len(blocks) == 2
+    on_cpu = "import torch\ntorch.cuda.is_available = lambda: False\n"
+    check = "\nassert y.shape == (T, H) and dw13 is main_grad and dx.isfinite().all()"
+    run(sys.executable, "-c", on_cpu + blocks[1].split("```")[0] + check, cwd=tmp_path, PYTHONPATH=str(REPOSITORY))
