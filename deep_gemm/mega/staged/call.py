@@ -214,7 +214,15 @@ class Call:
     def m_grouped(self, index: int, a: Tensor, b: Tensor, d: Tensor, b_major: str, accumulate: bool = False) -> None:
         """d[rows] (+)= a[rows] @ the weight of the rows' expert; b as in gemm_launch.launch_m_grouped."""
         gemm_launch.launch_m_grouped(
-            a, b, d, self.regions.group_ends, b_major=b_major, window=self.window(index), accumulate=accumulate, num_sms=self._res.num_sms, stream=self._stream
+            a,
+            b,
+            d,
+            self.regions.group_ends,
+            b_major=b_major,
+            window=self.window(index),
+            accumulate=accumulate,
+            num_sms=self._res.num_sms,
+            stream=self._stream,
         )
 
     def k_grouped(self, index: int, a: Tensor, b: Tensor, d: Tensor, *, carry: Tensor | None, accumulate: bool) -> None:
@@ -261,7 +269,9 @@ class Call:
 
     def swiglu(self, index: int, z: Tensor, a: Tensor, *, weighted: bool = False) -> None:
         """a = activation(z + b13), times the routing weight if `weighted`."""
-        self._launch("swiglu", self._row_grid, a=a.data_ptr(), weighted=weighted, **self._activation_fields(z), **self._window_fields(index))
+        self._launch(
+            "swiglu", self._row_grid, a=a.data_ptr(), weighted=weighted, **self._activation_fields(z), **self._window_fields(index)
+        )
 
     def dswiglu(self, index: int, z: Tensor) -> None:
         """act (dA') -> act (A' = p * a), regions.z = dZ, row_dp; z may be regions.z."""

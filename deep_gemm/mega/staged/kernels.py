@@ -48,7 +48,9 @@ KERNELS = {
     "dispatch": Kernel("dispatch", "dispatch", "MegaMoeDispatchParams", min_blocks=CTAS_PER_SM),
     "swiglu": Kernel("swiglu", "swiglu", "MegaMoeSwigluParams", min_blocks=CTAS_PER_SM),
     "dswiglu": Kernel("swiglu", "dswiglu", "MegaMoeDswigluParams", min_blocks=3),  # 80 registers: gate, up, dA' and their gradients
-    "push_bf16": Kernel("combine", "push", "MegaMoePushParams", min_blocks=CTAS_PER_SM, config={"Row": CppType("__nv_bfloat16")}, suffix="_bf16"),
+    "push_bf16": Kernel(
+        "combine", "push", "MegaMoePushParams", min_blocks=CTAS_PER_SM, config={"Row": CppType("__nv_bfloat16")}, suffix="_bf16"
+    ),
     "push_f32": Kernel("combine", "push", "MegaMoePushParams", min_blocks=CTAS_PER_SM, config={"Row": CppType("float")}, suffix="_f32"),
     "combine": Kernel("combine", "combine", "MegaMoeCombineParams", min_blocks=CTAS_PER_SM),
     "bias_grad": Kernel("bias_grad", "bias_grad", "MegaMoeBiasGradParams", min_blocks=CTAS_PER_SM),

@@ -47,7 +47,9 @@ def layout_of(settings: MegaMoeSettings) -> Layout:
 
 
 @lru_cache(maxsize=64)
-def _layout(num_experts: int, num_ranks: int, num_topk: int, hidden: int, intermediate: int, max_tokens: int, capacity_factor: float) -> Layout:
+def _layout(
+    num_experts: int, num_ranks: int, num_topk: int, hidden: int, intermediate: int, max_tokens: int, capacity_factor: float
+) -> Layout:
     expected_rows = max(1, math.ceil(capacity_factor * max_tokens * num_topk))
     made = _C.mega_moe_layout(num_experts, num_ranks, num_topk, hidden, intermediate, max_tokens, expected_rows)
     if made["worst_rows"] >= 2**31 - made["capacity_rows"]:  # a window's end must fit too
@@ -82,7 +84,10 @@ class Regions:
         self.carry13 = self._view("carry13", f32, 2 * width, hidden) if several else None
         self.carry2 = self._view("carry2", f32, hidden, width) if several else None
         sums = self._view("bias_sums", f32, experts * (2 * width + hidden))
-        self.bias_sums13, self.bias_sums2 = sums[: experts * 2 * width].view(experts, 2 * width), sums[experts * 2 * width :].view(experts, hidden)
+        self.bias_sums13, self.bias_sums2 = (
+            sums[: experts * 2 * width].view(experts, 2 * width),
+            sums[experts * 2 * width :].view(experts, hidden),
+        )
 
     def _view(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
         offset, nbytes = self._layout.scratch[name]
