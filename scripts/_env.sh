@@ -16,6 +16,7 @@ die() {
 # Checks everything that pip cannot install, and names all of it at once.
 require_system() {
   local host="${PYTHON:-python3}" missing=() packages=()
+  if [[ -x $python ]]; then host="$python"; fi # an existing environment builds with its own Python
   command -v "$host" >/dev/null || die "no $host on PATH; Python 3.10 or newer is needed (Debian, Ubuntu: apt-get install python3 python3-venv python3-dev gcc)."
   "$host" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     die "$host is $("$host" -c 'import platform; print(platform.python_version())'), but Python 3.10 or newer is needed; name another with PYTHON=..."
@@ -54,8 +55,8 @@ install() {
   pip_install --upgrade "pip>=23.1" "setuptools>=77" wheel
   # First, so that no other requirement decides which torch comes.
   pip_install "$torch_requirement"
-  # Without isolation: the environment already has what the build needs.
-  pip_install --no-build-isolation --editable "$project[$1]"
+  # Without isolation: the environment already has what the build needs. setuptools warns of every editable install; nothing to act on.
+  PYTHONWARNINGS=ignore pip_install --no-build-isolation --editable "$project[$1]"
 }
 
 # ensure_environment demo|test: does what has changed since last time, nothing else.
@@ -75,7 +76,7 @@ ensure_environment() {
   elif [[ "$(cat "$venv/deep_gemm.build.stamp" 2>/dev/null)" != "$wanted_build" || ! -d $project/deep_gemm/include/third_party ]] ||
     ! compgen -G "$project/deep_gemm/_C*.so" >/dev/null; then
     require_system
-    (cd "$project" && "$python" setup.py --quiet build_ext --inplace)
+    (cd "$project" && "$python" setup.py --quiet build_ext --inplace --force)
     echo "$wanted_build" >"$venv/deep_gemm.build.stamp"
   fi
   exec 9>&-
