@@ -104,7 +104,9 @@ def test_weights_do_not_depend_on_the_spread_over_ranks():
 def test_results_file_has_environment_and_merges_by_key(tmp_path):
     path = tmp_path / "nested" / "accuracy.json"
     errors = numeric.Errors(1e-3, 1e-6, 2e-3)
-    results.merge(path, [results.accuracy_row("a", "y", errors, 2e-3), results.accuracy_row("b", "y", errors, None)], key=("case", "tensor"))
+    results.merge(
+        path, [results.accuracy_row("a", "y", errors, 2e-3), results.accuracy_row("b", "y", errors, None)], key=("case", "tensor")
+    )
     results.merge(path, [results.accuracy_row("b", "y", numeric.Errors(5.0, 0.0, 0.0), None)], key=("case", "tensor"))
     content = json.loads(path.read_text())
     assert [(row["case"], row["rel_frobenius"]) for row in content["rows"]] == [("a", 1e-3), ("b", 5.0)]
@@ -113,9 +115,9 @@ def test_results_file_has_environment_and_merges_by_key(tmp_path):
 
 
 def test_rows_of_another_commit_are_dropped(tmp_path, monkeypatch):
-    monkeypatch.setenv("DG_COMMIT", "old")
+    monkeypatch.setenv("SOURCE_COMMIT", "old")
     results.merge(tmp_path / "x.json", [{"case": "a"}], key=("case",))
-    monkeypatch.setenv("DG_COMMIT", "new")
+    monkeypatch.setenv("SOURCE_COMMIT", "new")
     results.merge(tmp_path / "x.json", [{"case": "b"}], key=("case",))
     assert json.loads((tmp_path / "x.json").read_text())["rows"] == [{"case": "b"}]
 
@@ -135,7 +137,9 @@ def test_timing_reports_order_statistics():
 
 def test_alternation_runs_competitors_in_turn():
     log = []
-    measured = timing.alternate({"a": lambda: log.append("a"), "b": lambda: log.append("b")}, warmups=1, calls=2, before=lambda: log.append("-"))
+    measured = timing.alternate(
+        {"a": lambda: log.append("a"), "b": lambda: log.append("b")}, warmups=1, calls=2, before=lambda: log.append("-")
+    )
     assert log == ["-", "a", "-", "b"] * 3 and set(measured) == {"a", "b"}
 
 

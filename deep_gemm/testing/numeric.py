@@ -88,4 +88,6 @@ def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, *, name: 
     if not torch.equal(bits_a, bits_e):
         where = (bits_a != bits_e).nonzero()
         index = tuple(where[0].tolist())
-        raise AssertionError(f"{name}: {len(where)} of {actual.numel()} elements differ in bits, first at {index}: {actual[index]} != {expected[index]}")
+        raise AssertionError(
+            f"{name}: {len(where)} of {actual.numel()} elements differ in bits, first at {index}: {actual[index]} != {expected[index]}"
+        )

@@ -25,8 +25,8 @@ def _output(command: list[str]) -> str | None:
 
 
 def commit() -> str:
-    """Commit of the source tree, with `-dirty` if it has changes; `DG_COMMIT` where the tree travels without its history."""
-    if given := os.environ.get("DG_COMMIT"):
+    """Commit of the source tree, with `-dirty` if it has changes; `SOURCE_COMMIT` where the tree travels without its history."""
+    if given := os.environ.get("SOURCE_COMMIT"):
         return given
     head = _output(["git", "rev-parse", "HEAD"])
     if head is None:

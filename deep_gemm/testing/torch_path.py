@@ -31,7 +31,9 @@ class _Plan(NamedTuple):
     receive_splits: list[int] | None
 
 
-def _all_to_all(rows: torch.Tensor, receive_splits: list[int] | None, send_splits: list[int] | None, group: dist.ProcessGroup) -> torch.Tensor:
+def _all_to_all(
+    rows: torch.Tensor, receive_splits: list[int] | None, send_splits: list[int] | None, group: dist.ProcessGroup
+) -> torch.Tensor:
     num_received = rows.shape[0] if receive_splits is None else sum(receive_splits)
     received = rows.new_empty((num_received, *rows.shape[1:]))
     # As bytes: gloo has no bfloat16.
