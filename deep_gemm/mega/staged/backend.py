@@ -24,8 +24,8 @@ class StagedBackend:
 
     Guarantees: same inputs, same bits; no host sync; capturable in a CUDA graph (all memory of a call is allocated before its first launch).
     All calls of a buffer run on one stream, or on streams that the caller orders.
-    num_sms    CTAs of the GEMMs, and SMs that the other kernels are sized for; default: the group's share (VirtualGroup) or gemm_launch.get_num_sms
-    timeout_s  bound of every wait for a peer, DG_TIMEOUT_S when the buffer was made
+    Kernels use as many SMs as `set_num_sms` says at the call, or the rank's share of a VirtualGroup. Waits for peers end after DG_TIMEOUT_S,
+    read when the buffer is made.
     """
 
     name = "cuda"
@@ -33,14 +33,13 @@ class StagedBackend:
     def __init__(self, buffer: MegaMoeBuffer):
         device = buffer.device
         layout = layout_of(buffer.settings)
-        num_sms = getattr(buffer.group, "num_sms", None) or gemm_launch.get_num_sms(device.index)
         timeout_s = read_timeout_s()
         self._resources = Resources(
             layout=layout,
             regions=Regions(buffer, layout),
             launch=Launcher(device.index),
             faults=FaultRecords(buffer.rank, buffer.num_experts, buffer.num_topk, timeout_s, pinned=device.type == "cuda"),
-            num_sms=num_sms,
+            num_sms=getattr(buffer.group, "num_sms", None),  # a VirtualGroup shares the device out
             timeout_s=timeout_s,
         )
         if getattr(buffer.group, "shares_device", False):
@@ -60,10 +59,6 @@ class StagedBackend:
     @property
     def nbytes(self) -> int:
         return self._resources.regions.nbytes
-
-    @property
-    def num_sms(self) -> int:
-        return self._resources.num_sms
 
     def gemm1(self, problem: Problem) -> tuple[Tensor, Tensor]:
         return forward.gemm1(self._resources, problem)

@@ -24,13 +24,13 @@ _BIAS_COLUMNS = 256  # columns of one CTA of the bias gradient
 
 @dataclass
 class Resources:
-    """What a rank keeps between calls."""
+    """What a rank keeps between calls. num_sms: CTAs of the GEMMs, which the other grids follow; None = as many as `set_num_sms` says."""
 
     layout: Layout
     regions: Regions
     launch: Launcher
     faults: FaultRecords
-    num_sms: int
+    num_sms: int | None
     timeout_s: float
 
 
@@ -45,7 +45,8 @@ class Call:
         self._num_ranks, self._rank = buffer.num_ranks, buffer.rank
         self._num_local, self._hidden, self._width = buffer.num_local_experts, buffer.hidden, buffer.intermediate_hidden
         self._stream = current_stream(buffer.device)
-        self._row_grid = resources.num_sms * CTAS_PER_SM
+        self._num_sms = resources.num_sms or gemm_launch.get_num_sms(buffer.device.index)
+        self._row_grid = self._num_sms * CTAS_PER_SM
 
     def _launch(self, name: str, grid: int | tuple[int, ...], *, smem_bytes: int = 0, **fields: object) -> None:
         self._res.launch(name, grid, self._stream, smem_bytes=smem_bytes, **fields)
@@ -83,6 +84,7 @@ class Call:
             first_out=regions.own("x"),
             second=0 if dy is None else dy.data_ptr(),
             second_out=regions.own("dy"),
+            control=regions.scratch("control"),
             num_vectors=num_vectors,
         )
 
@@ -221,7 +223,7 @@ class Call:
             b_major=b_major,
             window=self.window(index),
             accumulate=accumulate,
-            num_sms=self._res.num_sms,
+            num_sms=self._num_sms,
             stream=self._stream,
         )
 
@@ -235,7 +237,7 @@ class Call:
             window=self.window(index),
             carry=carry if d.dtype == torch.bfloat16 else None,
             accumulate=accumulate,
-            num_sms=self._res.num_sms,
+            num_sms=self._num_sms,
             stream=self._stream,
         )
 

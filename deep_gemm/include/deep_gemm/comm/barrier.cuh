@@ -27,9 +27,10 @@ __device__ __forceinline__ Wait bounded_wait(const ptx::u64* word, Signal expect
   const ptx::u64 start = ptx::globaltimer_ns();
   for (;;) {
     const Signal seen = Signal::unpack(ptx::ld_acquire_sys_u64(word));  // pairs with the release in SystemBarrier::tell
-    if (seen.abort) return {DG_FAULT_peer_aborted, seen};
     const int ahead = static_cast<int>(seen.epoch - expected.epoch);  // wraps
+    // Before abort: the peer may have seen the mismatch first and given up over it.
     if (ahead == 0 && seen.tag != expected.tag) return {DG_FAULT_phase_mismatch, seen};
+    if (seen.abort) return {DG_FAULT_peer_aborted, seen};
     if (ahead >= 0) return {DG_FAULT_none, seen};
     if (ptx::globaltimer_ns() - start > timeout_ns) return {DG_FAULT_late_peer, seen};
     __nanosleep(64);

@@ -4,6 +4,7 @@
 //   count    per block of DG_MEGA_MOE_ROUTE_BLOCK entries: checked ids, weights, entries per expert
 //   offsets  one CTA: exclusive sums over blocks (in place) and over experts
 //   scatter  per block: an entry goes to offsets[expert] + entries of the expert in earlier blocks, warps, and lanes
+// After a failed barrier nothing is published any more: a late peer may still be reading.
 #pragma once
 #include <deep_gemm/comm/block_scan.cuh>
 #include <deep_gemm/comm/rows.cuh>
@@ -12,8 +13,11 @@ namespace deep_gemm::kernels {
 
 constexpr int kMaxKey = 0x7fffffff;
 
+__device__ __forceinline__ bool is_aborted(dg_field_pointer control) { return pointer<const MegaMoeControl>(control)->aborted; }
+
 template <class Config>
 __device__ __forceinline__ void mega_moe_copy(const MegaMoeCopyParams& params) {
+  if (is_aborted(params.control)) return;
   const dg_i64 stride = static_cast<dg_i64>(gridDim.x) * blockDim.x;
   for (dg_i64 i = static_cast<dg_i64>(blockIdx.x) * blockDim.x + threadIdx.x; i < params.num_vectors; i += stride) {
     const uint4 first = ptx::ld_global_nc_v4(pointer<const uint4>(params.first) + i);
@@ -28,6 +32,7 @@ __device__ __forceinline__ dg_i64 load_id(const MegaMoeRouteParams& params, int 
 
 template <class Config>
 __device__ __forceinline__ void mega_moe_route_count(const MegaMoeRouteParams& params) {
+  if (is_aborted(params.control)) return;
   extern __shared__ int count[];  // [E]
   for (int e = threadIdx.x; e < params.num_experts; e += Config::kThreads) count[e] = 0;
   __syncthreads();
@@ -65,6 +70,7 @@ __device__ __forceinline__ int exclusive_over_blocks(const MegaMoeRouteParams& p
 
 template <class Config>
 __device__ __forceinline__ void mega_moe_route_offsets(const MegaMoeRouteParams& params) {
+  if (is_aborted(params.control)) return;
   using Scan = BlockScan<Config::kThreads>;
   __shared__ typename Scan::Storage scan;
   int* offsets = pointer<int>(params.expert_offsets);
@@ -100,6 +106,7 @@ __device__ __forceinline__ void for_entries_of_warp(const MegaMoeRouteParams& pa
 
 template <class Config>
 __device__ __forceinline__ void mega_moe_route_scatter(const MegaMoeRouteParams& params) {
+  if (is_aborted(params.control)) return;
   static_assert(Config::kThreads == 32 * DG_MEGA_MOE_ROUTE_WARPS);
   extern __shared__ int next[];  // [warps][E]: first counts, then where the warp's next entry of the expert goes
   const int num_experts = params.num_experts;

@@ -6,7 +6,8 @@
 #include <deep_gemm/layout/mega_moe_layout.h>
 
 // first, second  source tensors of num_vectors * 16 bytes; second is optional
-#define DG_MEGA_MOE_COPY_PARAMS(F) F(pointer, first) F(pointer, first_out) F(pointer, second) F(pointer, second_out) F(i64, num_vectors)
+#define DG_MEGA_MOE_COPY_PARAMS(F) \
+  F(pointer, first) F(pointer, first_out) F(pointer, second) F(pointer, second_out) F(pointer, control) F(i64, num_vectors)
 DG_DEFINE_STRUCT(MegaMoeCopyParams, DG_MEGA_MOE_COPY_PARAMS)
 
 // topk_idx int32 or int64 by idx_bytes, [num_entries]; topk_weights f32 [num_entries]; the rest: regions of the same name
