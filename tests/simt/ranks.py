@@ -45,9 +45,10 @@ class TorchGemms:
             if d.dtype == torch.float32:
                 d[group] = result + d[group] if accumulate or carry_in else result
                 continue
-            result = result + carry if carry_in else result
+            parity = window[0] // (window[1] - window[0]) % 2  # this window's half to write, as in gemm_launch
+            result = result + carry[1 - parity] if carry_in else result
             if carry_out:
-                carry.copy_(result)
+                carry[parity].copy_(result)
             else:
                 d[group] = (result + d[group].float() if accumulate else result).to(d.dtype)
 

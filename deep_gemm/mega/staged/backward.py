@@ -121,7 +121,7 @@ class _Round:
         if made.dw2 is not None:
             call.k_grouped(self.index, regions.rows[1], regions.act, made.dw2, carry=regions.carry2, accumulate=self.accumulate)
         if made.dw13 is not None:
-            carries = (None,) * len(made.dw13) if regions.carry13 is None else regions.carry13.chunk(len(made.dw13))
+            carries = (None,) * len(made.dw13) if regions.carry13 is None else regions.carry13.chunk(len(made.dw13), dim=1)
             for part, carry, out in zip(call.halves(regions.z), carries, made.dw13, strict=True):
                 call.k_grouped(self.index, part, regions.rows[0], out, carry=carry, accumulate=self.accumulate)
 

@@ -65,7 +65,7 @@ class Regions:
     """The memory of one rank: addresses for kernels, tensors for the GEMMs.
 
     rows [2, C, H] BF16, dx_sum [C, H] FP32 (the same memory), z [C, 2I], act [C, I] BF16, group_ends [E_l] int32,
-    carry13 [2I, H], carry2 [H, I] FP32 (None when there is one round), bias_sums13 [E_l, 2I], bias_sums2 [E_l, H] FP32
+    carry13 [2, 2I, H], carry2 [2, H, I] FP32 (None when there is one round), bias_sums13 [E_l, 2I], bias_sums2 [E_l, H] FP32
     """
 
     def __init__(self, buffer: MegaMoeBuffer, layout: Layout):
@@ -81,8 +81,8 @@ class Regions:
         self.act = self._view("act", bf16, rows, width)
         self.group_ends = self._view("group_ends", torch.int32, experts)
         several = layout.rounds > 1
-        self.carry13 = self._view("carry13", f32, 2 * width, hidden) if several else None
-        self.carry2 = self._view("carry2", f32, hidden, width) if several else None
+        self.carry13 = self._view("carry13", f32, 2, 2 * width, hidden) if several else None
+        self.carry2 = self._view("carry2", f32, 2, hidden, width) if several else None
         sums = self._view("bias_sums", f32, experts * (2 * width + hidden))
         self.bias_sums13, self.bias_sums2 = (
             sums[: experts * 2 * width].view(experts, 2 * width),

@@ -102,7 +102,8 @@ DG_SHARED dg_i64 dg_mega_moe_route_smem_bytes(dg_i64 num_experts) { return num_e
 //   rows            BF16 [2, C, H], one round: x rows, then y rows (forward) or dy rows, overwritten by dx rows (backward). Backward with
 //                   split gate and up weights sums dx in FP32 [C, H] over both halves, after the last reader of x and dy.
 //   z               BF16 [C, 2I]: pre-activations, overwritten by their gradients; act BF16 [C, I]: a, or dA' overwritten by A'; one round
-//   carry13, carry2 f32 [2I, H], [H, I]: weight gradients of the expert that a window cuts, all rounds of a backward call
+//   carry13, carry2 f32 [2, 2I, H], [2, H, I]: weight gradients of the expert that a window cuts, all rounds of a backward call; two halves
+//                   in turn, as a round reads what the one before left for its first expert and leaves its last expert's
 //   bias_sums       f32 [E_l, 2I + H], all rounds of a backward call
 #define DG_MEGA_MOE_SCRATCH_REGIONS(R)                                                                                            \
   R(control, sizeof(MegaMoeControl)) R(slot_expert, 4 * dg_mega_moe_entries(s))                                                   \
@@ -111,8 +112,8 @@ DG_SHARED dg_i64 dg_mega_moe_route_smem_bytes(dg_i64 num_experts) { return num_e
   R(row_meta, (dg_i64)sizeof(MegaMoeRowMeta) * dg_mega_moe_capacity_rows(s)) R(row_dp, 4 * dg_mega_moe_capacity_rows(s))           \
   R(rows, 2 * 2 * dg_mega_moe_capacity_rows(s) * s->hidden) R(z, 2 * dg_mega_moe_capacity_rows(s) * 2 * s->intermediate_hidden)   \
   R(act, 2 * dg_mega_moe_capacity_rows(s) * s->intermediate_hidden)                                                               \
-  R(carry13, dg_mega_moe_rounds(s) > 1 ? 4 * 2 * s->intermediate_hidden * s->hidden : 0)                                          \
-  R(carry2, dg_mega_moe_rounds(s) > 1 ? 4 * s->hidden * s->intermediate_hidden : 0)                                               \
+  R(carry13, dg_mega_moe_rounds(s) > 1 ? 4 * 4 * s->intermediate_hidden * s->hidden : 0)                                          \
+  R(carry2, dg_mega_moe_rounds(s) > 1 ? 4 * 2 * s->hidden * s->intermediate_hidden : 0)                                               \
   R(bias_sums, 4 * dg_mega_moe_local_experts(s) * (2 * s->intermediate_hidden + s->hidden))
 
 #define DG_SYMM_ENUM(name, bytes) DG_SYMM_##name,
