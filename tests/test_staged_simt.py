@@ -13,15 +13,12 @@ import pytest
 import torch
 from simt.machine import SimtLauncher, compile_machine
 from simt.ranks import Ranks, TorchGemms
+from staged_case import PLAIN, WEIGHTS, Case, compare, joined, like_ones
 
-from deep_gemm import reference
-from deep_gemm.activation import SwiGLU, resolve_activation
+from deep_gemm.activation import resolve_activation
 from deep_gemm.errors import PeerTimeoutError
 from deep_gemm.mega.backend import GRADIENTS, WeightGrads
 from deep_gemm.testing import assert_bitwise_equal, assert_close
-
-H, I, K = 128, 128, 4
-PLAIN = SwiGLU()
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the SIMT machine needs a C++ compiler (g++)")
 
@@ -37,83 +34,8 @@ def cpu(monkeypatch):
     monkeypatch.setattr("deep_gemm.mega.staged.call.current_stream", lambda device: 0)
 
 
-class Case:
-    """Random inputs of all ranks, and the oracle's answer."""
-
-    def __init__(
-        self, num_ranks=1, num_experts=8, tokens=(37,), *, pair=False, biases=False, idx=torch.int64, activation=PLAIN, seed=0, skew=False
-    ):
-        gen = torch.Generator().manual_seed(seed)
-        self.num_ranks, self.num_experts, self.activation, self.tokens = num_ranks, num_experts, activation, tokens
-
-        def bf16(*shape, scale=1.0):
-            return (torch.randn(*shape, generator=gen) * scale).to(torch.bfloat16)
-
-        self.w13 = bf16(num_experts, 2 * I, H, scale=H**-0.5)
-        self.w2 = bf16(num_experts, H, I, scale=I**-0.5)
-        self.b13 = bf16(num_experts, 2 * I, scale=0.5) if biases else None
-        self.b2 = bf16(num_experts, H, scale=0.5) if biases else None
-        self.pair = pair
-        self.x = [bf16(t, H) for t in tokens]
-        self.dy = [bf16(t, H) for t in tokens]
-        high = max(1, num_experts // num_ranks) if skew else num_experts
-        self.idx = []
-        for t in tokens:  # fewer experts than slots: a token names one twice
-            ids = torch.rand(t, high, generator=gen).argsort(dim=1)[:, :K] if high >= K else torch.randint(high, (t, K), generator=gen)
-            self.idx.append(ids.masked_fill(torch.rand(ids.shape, generator=gen) < 0.2, -1).to(idx).contiguous())
-        self.p = [torch.rand(t, K, generator=gen) for t in tokens]
-
-    def parts(self, tensor, experts=slice(None)):
-        if tensor is None:
-            return None
-        tensor = tensor[experts]
-        return (tensor[:, :I].contiguous(), tensor[:, I:].contiguous()) if self.pair else (tensor.contiguous(),)
-
-    def inputs(self, rank):
-        each = self.num_experts // self.num_ranks
-        mine = slice(rank * each, (rank + 1) * each)
-        return {"x": self.x[rank], "topk_idx": self.idx[rank], "topk_weights": self.p[rank], "w13": self.parts(self.w13, mine), "w2": self.w2[mine].contiguous(),
-                    "b13": self.parts(self.b13, mine), "b2": None if self.b2 is None else self.b2[mine].contiguous()}  # fmt: skip
-
-    def oracle_y(self, rank):
-        options = {"b13": self.b13, "b2": self.b2, "activation": self.activation, "dtype": torch.float32}
-        return reference.forward(self.x[rank], self.idx[rank], self.p[rank], self.w13, self.w2, **options).double()
-
-    def oracle(self):
-        """([y], {gradient: per rank})."""
-        ys, grads = [], {name: [] for name in ("x", "topk_weights")}
-        sums = {}
-        options = {"b13": self.b13, "b2": self.b2, "activation": self.activation, "dtype": torch.float64}
-        for x, dy, ids, p in zip(self.x, self.dy, self.idx, self.p):
-            ys.append(reference.forward(x, ids, p, self.w13, self.w2, **options))
-            made = reference.backward(dy, x, ids, p, self.w13, self.w2, **options)
-            for name, value in made.items():
-                if name in grads:
-                    grads[name].append(value)
-                else:
-                    value = torch.cat(value, dim=1) if isinstance(value, tuple) else value
-                    sums[name] = sums.get(name, 0) + value
-        grads.update({name: list(value.chunk(self.num_ranks)) for name, value in sums.items()})
-        return ys, grads
-
-    def ranks(self, launcher, **options):
-        return Ranks(launcher, self.num_ranks, num_experts=self.num_experts, num_max_tokens_per_rank=max(*self.tokens, 1), num_topk=K, hidden=H,
-                     intermediate_hidden=I, **options)  # fmt: skip
-
-    @property
-    def needs(self):
-        return [name for name in GRADIENTS if self.b2 is not None or not name.startswith("b")]
-
-
-WEIGHTS = ("dw13", "dw2", "db13", "db2")
-
-
-def like_ones(value):
-    return tuple(map(torch.ones_like, value)) if isinstance(value, tuple) else torch.ones_like(value)
-
-
-def joined(value):
-    return torch.cat(value, dim=1) if isinstance(value, tuple) else value
+def ranks_of(case, launcher, **options):
+    return Ranks(launcher, case.num_ranks, **case.shape, **options)
 
 
 def solve(case, ranks, *, save="recompute", grads=None, needs=None):
@@ -130,14 +52,6 @@ def solve(case, ranks, *, save="recompute", grads=None, needs=None):
     return list(zip(ys, made, strict=True))
 
 
-def compare(case, results, truth_y, truth, tolerance=2e-2):
-    for rank, (y, made) in enumerate(results):
-        assert_close(y.double(), truth_y[rank], rel_frobenius=1e-2, name=f"y of rank {rank}")
-        for name in case.needs:
-            value = joined(getattr(made, {"x": "dx", "topk_weights": "dtopk_weights"}.get(name, f"d{name}")))
-            assert_close(value.double(), truth[name][rank].double(), rel_frobenius=tolerance, name=f"gradient of {name}, rank {rank}")
-
-
 CASES = {
     "one_rank": Case(),
     "one_rank_pair_biases": Case(pair=True, biases=True, idx=torch.int32),
@@ -152,12 +66,12 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_forward_and_gradients_match_the_oracle(name, save, library):
     case = CASES[name]
-    compare(case, solve(case, case.ranks(SimtLauncher(library)), save=save), *case.oracle())
+    compare(case, solve(case, ranks_of(case, SimtLauncher(library)), save=save), *case.oracle())
 
 
 def test_more_experts_than_threads_of_the_planning_kernels(library):
     case = Case(1, 1100, tokens=(600,))
-    ranks = case.ranks(SimtLauncher(library))
+    ranks = ranks_of(case, SimtLauncher(library))
     problem = ranks.problem(0, case.inputs(0), activation=PLAIN)
     assert_close(ranks.gemm2(problem, ranks.gemm1(problem)[0]).double(), case.oracle_y(0), rel_frobenius=1e-2, name="y")
 
@@ -166,7 +80,7 @@ def test_more_experts_than_threads_of_the_planning_kernels(library):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_several_rounds_and_accumulated_gradients(dtype, pair, library):
     case = Case(2, 4, tokens=(300, 280), biases=True, pair=pair, skew=True)
-    ranks = case.ranks(SimtLauncher(library), capacity_factor=0.3)
+    ranks = ranks_of(case, SimtLauncher(library), capacity_factor=0.3)
     assert ranks.resources[0].layout.rounds > 2
     made = solve(case, ranks, save="preact", grads=[WeightGrads(dtype=dtype)] * 2)
     compare(case, made, *case.oracle())
@@ -180,7 +94,7 @@ def test_several_rounds_and_accumulated_gradients(dtype, pair, library):
 
 def test_bits_do_not_depend_on_the_order_of_threads(library):
     case = CASES["two_ranks"]
-    first, second = (solve(case, case.ranks(SimtLauncher(library, reversed=reverse))) for reverse in (False, True))
+    first, second = (solve(case, ranks_of(case, SimtLauncher(library, reversed=reverse))) for reverse in (False, True))
     for (y, g), (y2, g2) in zip(first, second, strict=True):
         assert_bitwise_equal(y, y2, name="y")
         for name in ("dx", "dtopk_weights", "dw2", "db2"):
@@ -191,8 +105,8 @@ def test_bits_do_not_depend_on_the_order_of_threads(library):
 @pytest.mark.parametrize("save", ["recompute", "preact"])
 def test_each_gradient_alone_has_the_bits_of_all_together(needs, save, library):
     case = Case(1, biases=True)
-    (everything,) = solve(case, case.ranks(SimtLauncher(library)), save=save)
-    (alone,) = solve(case, case.ranks(SimtLauncher(library)), save=save, needs=needs)
+    (everything,) = solve(case, ranks_of(case, SimtLauncher(library)), save=save)
+    (alone,) = solve(case, ranks_of(case, SimtLauncher(library)), save=save, needs=needs)
     names = {"x": "dx", "topk_weights": "dtopk_weights"}
     for name in GRADIENTS:
         attribute = names.get(name, f"d{name}")
@@ -204,7 +118,7 @@ def test_each_gradient_alone_has_the_bits_of_all_together(needs, save, library):
 
 def test_first_halves_without_second_and_second_after_another_first(library):
     case, other = Case(2, tokens=(19, 37)), Case(2, tokens=(37, 4), seed=1)
-    ranks = case.ranks(SimtLauncher(library))
+    ranks = ranks_of(case, SimtLauncher(library))
 
     def story(r):
         mine, theirs = (ranks.problem(r, c.inputs(r), activation=PLAIN) for c in (case, other))
@@ -226,7 +140,7 @@ def test_bad_id_gives_nan_rows_and_is_named_on_every_rank(library):
     case = Case(2, tokens=(19, 37))
     for rank, (token, slot, value) in enumerate([(7, 2, 8), (30, 1, -2)]):
         case.idx[rank][token, slot] = value
-    ranks = case.ranks(SimtLauncher(library))
+    ranks = ranks_of(case, SimtLauncher(library))
     problems = [ranks.problem(r, case.inputs(r), activation=PLAIN) for r in range(2)]
     ys = ranks.run(lambda r: ranks.gemm2(problems[r], ranks.gemm1(problems[r])[0]))
     for y, token in zip(ys, (7, 30), strict=True):
@@ -242,7 +156,7 @@ def test_bad_id_gives_nan_rows_and_is_named_on_every_rank(library):
 
 def test_late_peer_is_named_and_ends_the_buffer(library):
     case = Case(3, 12, tokens=(5, 6, 7))
-    ranks = case.ranks(SimtLauncher(library), timeout_s=0.3)
+    ranks = ranks_of(case, SimtLauncher(library), timeout_s=0.3)
     problems = [ranks.problem(r, case.inputs(r), activation=PLAIN) for r in range(3)]
     ys = ranks.run(lambda r: ranks.gemm2(problems[r], ranks.gemm1(problems[r])[0]), ranks=[0, 1])
     assert all(y.isnan().all() for y in ys)
@@ -258,7 +172,7 @@ def test_late_peer_is_named_and_ends_the_buffer(library):
 
 def test_ranks_that_make_different_calls_are_told(library):
     case = Case(2, tokens=(9, 9))
-    ranks = case.ranks(SimtLauncher(library), timeout_s=5)
+    ranks = ranks_of(case, SimtLauncher(library), timeout_s=5)
     problems = [ranks.problem(r, case.inputs(r), activation=PLAIN) for r in range(2)]
     needs = [("x", "w2"), ("w2",)]
     ranks.run(lambda r: ranks.backward(problems[r], case.dy[r], case.x[r].new_empty(0), needs[r], WeightGrads()))
