@@ -155,7 +155,8 @@ def test_windows_show_the_same_rows_one_after_another():
     ends = cut.regions().group_ends.clone()
     for index in range(layout.rounds):
         cut.run(lambda r, index=index: cut.call(r).dispatch(index, x=True))
-        rows = torch.arange(index * layout.capacity_rows, min((index + 1) * layout.capacity_rows, int(ends[-1])), device=DEVICE)
+        begin = index * layout.capacity_rows
+        rows = torch.arange(begin, max(begin, min(begin + layout.capacity_rows, int(ends[-1]))), device=DEVICE)
         meta = cut.regions()._view("row_meta", torch.int32, layout.capacity_rows, 4)[: len(rows)]
         seen.append(torch.cat([rows[:, None].int(), meta], dim=1)[meta[:, 0] >= 0])
     source, entry, expert, weight, rows = meta_of(whole)
@@ -334,8 +335,7 @@ def test_what_was_written_before_a_barrier_is_seen_after_it():
             seen[r, i : i + 1].copy_(slabs[(r + 1) % ranks][:1])
             device.call(r).barrier("forward_push", pending_after=False)
 
-    for _ in range(1):
-        device.run(step)
+    device.run(step)
     torch.cuda.synchronize()
     assert torch.equal(seen, values.expand(ranks, steps))
 
@@ -395,10 +395,11 @@ def on_cpu(results):
     return moved
 
 
+# Clamps that few values meet: z is kept in BF16, and one that rounds across the bound gets another derivative than in FP64.
 WHOLE = {
     "one_rank": Case(1, 8, tokens=(700,), hidden=512, width=384),
     "pair_biases": Case(1, 8, tokens=(333,), hidden=256, pair=True, biases=True, idx=torch.int32),
-    "two_ranks_oai": Case(2, 8, tokens=(200, 37), biases=True, activation=resolve_activation("swiglu_oai", clamp=1.0)),
+    "two_ranks_oai": Case(2, 8, tokens=(200, 37), biases=True, activation=resolve_activation("swiglu_oai", clamp=2.0)),
     "four_ranks_one_empty": Case(4, 16, tokens=(300, 0, 64, 511), hidden=384, width=256, pair=True),
     "eight_ranks_all_to_one": Case(8, 32, tokens=(64,) * 8, skew=True),
 }

@@ -60,7 +60,7 @@ __device__ __forceinline__ F32x8 combine_columns(const MegaMoeCombineParams& par
       const F32x8 v = unpack_bf16(slot[i]);
       const float p = params.weights ? weight[k + i] : 1.f;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) sum[j] += p * v[j];
+      for (int j = 0; j < 8; ++j) sum[j] = fmaf(p, v[j], sum[j]);  // one rounding a slot, whatever the compiler flags
     }
   }
   if (invalid)
