@@ -124,7 +124,7 @@ class _Expand(torch.autograd.Function):
         entries, valid = ctx.saved_tensors
         make = grad.new_empty if entries.numel() == valid.numel() else grad.new_zeros
         slots = make((valid.numel(), grad.shape[1])).index_copy_(0, entries, grad)
-        return ctx.sum_valid(slots.view(*valid.shape, -1), valid), None, None, None
+        return ctx.sum_valid(slots.view(*valid.shape, grad.shape[1]), valid), None, None, None
 
 
 def _sum_valid(slots: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -133,8 +133,10 @@ def _sum_valid(slots: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 
 def _weighted_sum(slots: torch.Tensor, topk_weights: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """Rows weighted in FP32 and rounded, then summed: what trainers do that apply the score after the experts."""
-    weighted = torch.where(valid.unsqueeze(2), slots.float() * topk_weights.float().unsqueeze(2), 0)
-    return weighted.to(slots.dtype).sum(1)
+    # Both factors are masked: where there is no expert the row is unwritten memory and the weight anything, and 0 * NaN is NaN in backward.
+    rows = torch.where(valid.unsqueeze(2), slots, 0).float()
+    weights = torch.where(valid, topk_weights, 0).float().unsqueeze(2)
+    return (rows * weights).to(slots.dtype).sum(1)
 
 
 def _activate(gate: torch.Tensor, up: torch.Tensor, act: SwiGLU) -> torch.Tensor:
@@ -187,4 +189,4 @@ def torch_moe(
     if group is not None:
         rows = _Exchange.apply(rows, plan.send_splits, plan.receive_splits, group)
     slots = _Scatter.apply(rows, plan.entries, valid.numel())
-    return weighted_sum(slots.view(*valid.shape, -1), topk_weights, valid)
+    return weighted_sum(slots.view(*valid.shape, x.shape[1]), topk_weights, valid)
