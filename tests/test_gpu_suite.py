@@ -1,10 +1,15 @@
-"""The GPU suite, rehearsed on the CPU with tiny shapes: a broken test would otherwise show first on the machine that it is short of time on."""
+"""The GPU suite, rehearsed on the CPU with tiny shapes: a broken test would otherwise show first on the machine that it is short of time on.
+And its driver: tests that fail, die or hang are reported and do not stop the others; a limit is a limit."""
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +17,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("selected", ["test_mega_moe.py -k (routings or options) and EP1 or bits", "test_mega_moe_ep.py"], ids=["one-rank", "processes"])
+@pytest.mark.parametrize(
+    "selected", ["test_mega_moe.py -k (routings or options) and EP1 or bits", "test_mega_moe_ep.py"], ids=["one-rank", "processes"]
+)
 def test_rehearsal_passes_and_writes_accuracy(tmp_path, selected):
     file, *options = selected.split(" ", 2)
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--on-cpu", f"--accuracy-dir={tmp_path}"]
@@ -21,3 +28,78 @@ def test_rehearsal_passes_and_writes_accuracy(tmp_path, selected):
     rows = json.loads((tmp_path / "mega-moe-accuracy-cpu.json").read_text())["rows"]
     assert {row["tensor"].split("[")[0] for row in rows} >= {"y", "dx", "dp", "dw13", "dw2"}
     assert any(row["torch_rel_frobenius"] for row in rows)
+
+
+TESTS = """
+import os, time
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+def test_good(rehearsal): pass
+def test_dies(rehearsal): os._exit(1)
+def test_fails(rehearsal): assert 1 == 2, "one is not two"
+def test_hangs(rehearsal): time.sleep(60)
+def test_last(rehearsal): pass
+"""
+
+
+@pytest.fixture
+def make_suite(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("gpu_suite", ROOT / "scripts" / "gpu_suite.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "gpu_suite", module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "TEST_LIMIT_S", 3)
+    monkeypatch.setenv("PYTEST_ADDOPTS", f"--on-cpu -c {ROOT / 'pyproject.toml'}")
+
+    def make(budget_s: float):
+        options = argparse.Namespace(out=tmp_path / "out", budget_s=budget_s, commit="abc", select=None)
+        return module, module.Suite(options)
+
+    return make
+
+
+def test_suite_goes_on_behind_tests_that_die_or_hang(tmp_path, make_suite):
+    shutil.copy(ROOT / "tests" / "gpu" / "conftest.py", tmp_path / "conftest.py")
+    (tmp_path / "test_x.py").write_text(TESTS)
+    module, suite = make_suite(120)
+    suite.run(module.Stage("x", 100, tests=(str(tmp_path / "test_x.py"),)))
+    outcome = suite.outcomes[0]
+    assert (outcome.status, outcome.passed) == ("failed", 2)
+    failures = dict(outcome.failures)
+    assert failures.keys() == {"test_dies", "test_fails", "test_hangs"}
+    assert "one is not two" in failures["test_fails"]
+    table = suite.table().splitlines()
+    assert table[2].startswith("FAILED x: ") and table[-1].split()[:4] == ["x", "failed", "2", "3"]
+
+
+def test_stage_without_a_passed_test_is_a_failure(tmp_path, make_suite):
+    shutil.copy(ROOT / "tests" / "gpu" / "conftest.py", tmp_path / "conftest.py")
+    (tmp_path / "test_x.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_gpu_only(): pass\n")
+    module, suite = make_suite(60)
+    suite.run(module.Stage("x", 50, tests=(str(tmp_path / "test_x.py"),)))
+    assert suite.outcomes[0].failures == [("x", "no test passed")] and not suite.all_well
+
+
+def runs(stat: Path) -> bool:
+    """Whether the process of this /proc file exists and is no zombie."""
+    try:
+        return stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_limits_end_a_stage_with_all_that_it_started_and_skip_the_rest(tmp_path, make_suite):
+    module, suite = make_suite(module_budget := 9)
+    code = f"import subprocess, time; p = subprocess.Popen(['sleep', '60']); open(r'{tmp_path}/pid', 'w').write(str(p.pid)); time.sleep(60)"
+    begin = time.monotonic()
+    suite.run(module.Stage("slow", 100, (sys.executable, "-c", code)))
+    suite.run(module.Stage("later", 100, (sys.executable, "-c", "")))
+    assert time.monotonic() - begin < module_budget + 5
+    assert [outcome.status for outcome in suite.outcomes] == ["timeout", "skipped"] and not suite.all_well
+    child = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    while runs(child) and time.monotonic() - begin < module_budget + 10:  # a killed process takes a moment to go
+        time.sleep(0.05)
+    assert not runs(child)
+    assert json.loads((tmp_path / "out" / "suite.json").read_text())[0]["stage"] == "slow"

@@ -3,12 +3,14 @@
 `pytest -m gpu` needs an NVIDIA GPU. `--on-cpu` runs the tests that can with tiny shapes and the reference backend, so that the tests
 themselves are known to be right; there the R ranks of a case are one rank with the tokens and experts of all.
 `--accuracy-dir DIR` is where every case's error goes: mega-moe-accuracy-<gpu>.json and gemm-accuracy-<gpu>.json.
+`--journal FILE` notes each test's start and outcome, skips tests that are in it already, and ends the session when the CUDA context is
+lost, since every later test would fail too: `scripts/gpu_suite.py` goes on in a new process.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections import defaultdict
 from pathlib import Path
 
 # Virtual ranks need a hardware queue each, which the context takes when it is made; so before anything touches CUDA.
@@ -23,10 +25,54 @@ from deep_gemm.testing import results
 def pytest_addoption(parser):
     parser.addoption("--on-cpu", action="store_true", help="rehearse the GPU suite on the CPU: tiny shapes, reference backend")
     parser.addoption("--accuracy-dir", type=Path, default=None, help="folder of the accuracy results (default: not written)")
+    parser.addoption("--journal", type=Path, default=None, help="file of tests begun and done; tests in it are not run again")
 
 
 def _on_cpu(config) -> bool:
     return config.getoption("--on-cpu")
+
+
+class Journal:
+    """Lines of JSON: {"test", "begin": true}, {"test", "outcome", "seconds", "text"}, and {"end": true} when all tests were run."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        entries = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        self.known = {entry["test"] for entry in entries if "test" in entry}
+
+    def write(self, **entry) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def pytest_collection_modifyitems(self, config, items):
+        done = [item for item in items if item.nodeid in self.known]
+        config.hook.pytest_deselected(items=done)
+        items[:] = [item for item in items if item.nodeid not in self.known]
+
+    def pytest_runtest_logstart(self, nodeid):
+        self.write(test=nodeid, begin=True)
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            text = report.longrepr[2] if isinstance(report.longrepr, tuple) else getattr(report.longrepr, "reprcrash", report.longrepr)
+            self.write(test=report.nodeid, outcome=report.outcome, seconds=report.duration, text="" if text is None else str(text)[:2000])
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self, item):
+        if torch.cuda.is_initialized():
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                pytest.exit(f"the CUDA context is lost after {item.nodeid}: {error}", returncode=3)
+
+    def pytest_sessionfinish(self, exitstatus):
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+            self.write(end=True)
+
+
+def pytest_configure(config):
+    if path := config.getoption("--journal"):
+        config.pluginmanager.register(Journal(path), "journal")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -58,25 +104,30 @@ def device(rehearsal) -> torch.device:
 
 
 class Accuracy:
-    """Rows of all tests of the session, by results file."""
+    """Rows of all tests, by results file. They go to disk at once: a session may be killed, and the next one goes on with its rows."""
 
-    def __init__(self):
-        self.rows: dict[str, list[dict]] = defaultdict(list)
+    def __init__(self, folder: Path | None):
+        self.folder = folder
 
     def add(self, subject: str, rows: list[dict]) -> None:
         """subject: "mega-moe" or "gemm"."""
-        self.rows[f"{subject}-accuracy"] += rows
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"{subject}-accuracy.rows").open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
 
-    def save(self, folder: Path) -> None:
+    def save(self) -> None:
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         suffix = "h200" if "H200" in name else name.lower().replace(" ", "-")
-        for subject, rows in self.rows.items():
-            results.merge(folder / f"{subject}-{suffix}.json", rows, key=("case", "tensor"))
+        for path in self.folder.glob("*-accuracy.rows") if self.folder else ():
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            results.merge(path.with_name(f"{path.stem}-{suffix}.json"), rows, key=("case", "tensor"))
+            path.unlink()
 
 
 @pytest.fixture(scope="session")
 def accuracy(request):
-    collector = Accuracy()
+    collector = Accuracy(request.config.getoption("--accuracy-dir"))
     yield collector
-    if folder := request.config.getoption("--accuracy-dir"):
-        collector.save(folder)
+    collector.save()
