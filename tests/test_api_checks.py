@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -255,3 +256,29 @@ def test_device_of_the_buffer_is_made_current(monkeypatch):
         with on_device(torch.device(device)):
             pass
     assert entered == [torch.device("cuda", 1)]
+
+
+def misaligned(*shape: int) -> torch.Tensor:
+    return torch.zeros(1 + math.prod(shape), dtype=torch.bfloat16)[1:].view(shape)
+
+
+@pytest.mark.parametrize("name", ["x", "w13", "w2", "b13", "b2", "dy"])
+def test_address_that_the_kernels_cannot_read_is_named(name):
+    good = torch.zeros(8, 128, dtype=torch.bfloat16)
+    checks.check_alignment(**{name: (good, good[1:])})
+    with pytest.raises(ValueError, match=rf"^{name}\.data_ptr\(\) = 0x\w+2: expected an address that is a multiple of 16 bytes"):
+        checks.check_alignment(**{name: (good, misaligned(8, 128))})
+
+
+@pytest.mark.parametrize("main_grads", [False, True])
+def test_gradient_that_is_a_slice_of_another_reaches_the_backend_aligned(main_grads, monkeypatch):
+    inputs, buffer, seen = make_inputs().trainable(), make_buffer(), []
+    backend = buffer.backend("reference")
+    run = backend.backward
+    monkeypatch.setattr(backend, "backward", lambda problem, dy, *rest: seen.append(dy) or run(problem, dy, *rest))
+    targets = {"main_grads": {"w13": torch.zeros_like(inputs.w13), "w2": torch.zeros_like(inputs.w2)}} if main_grads else {}
+    y = deep_gemm.mega_moe(*inputs.args, buffer, **targets)
+    dy = torch.randn(1 + y.numel(), dtype=y.dtype)
+    torch.cat((torch.ones(1, dtype=y.dtype), y.flatten())).backward(dy)
+    assert dy[1:].data_ptr() % 16 and seen[0].data_ptr() % 16 == 0
+    assert seen[0].equal(dy[1:].view(y.shape))

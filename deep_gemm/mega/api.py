@@ -81,7 +81,7 @@ def mega_moe_fwd(
     topk_weights  [T, K] FP32 or BF16 (FP64 with FP64 x)
     w13           [E_l, 2I, H] gate rows then up rows, or the pair (gate, up) of [E_l, I, H]; dtype of x
     w2            [E_l, H, I]; dtype of x
-    b13, b2       expert biases [E_l, 2I] (or a pair of [E_l, I]) and [E_l, H]; dtype of x; both or none
+    b13, b2       expert biases [E_l, 2I] (or a pair of [E_l, I]) and [E_l, H]; dtype of x; both or none. Weights and biases: 16-byte aligned on CUDA
     activation    "swiglu" | "swiglu_oai" (deep_gemm/activation.py); activation_clamp in units of the pre-activation, activation_alpha replace its own
     save          "recompute": backward redoes GEMM 1; "preact": the state keeps the pre-activations
     precision, backend  default: the buffer's
@@ -122,7 +122,7 @@ def mega_moe_bwd(
 ) -> MegaMoeGradients:
     """Gradients of `mega_moe_fwd` at the call that made `state` (docs: "The maths" in the README).
 
-    dy            [T, H] gradient of y, dtype of x, row-major
+    dy            [T, H] gradient of y, dtype of x, row-major, 16-byte aligned on CUDA
     dw13, dw2, db13, db2  tensors to write the gradients into, in the shape of what they are for (a pair for a pair), BF16 or FP32, row-major;
                   None = a new one in `wgrad_dtype`
     accumulate    add into the given tensors instead (main_grad); every needed weight gradient must then have its tensor

@@ -135,13 +135,25 @@ def _check_shapes(problem: Problem, backend: str, topk_weights: Tensor) -> None:
     _check_biases(problem.b13, problem.b2, problem.w13, x.dtype, buffer)
 
 
+def is_aligned(tensor: Tensor) -> bool:
+    """A contiguous view of another tensor may begin at any element."""
+    return tensor.data_ptr() % CUDA_POINTER_ALIGNMENT == 0
+
+
+def check_alignment(**named: tuple[Tensor, ...]) -> None:
+    """ValueError for what the kernels could not read."""
+    for name, parts in named.items():
+        for tensor in parts:
+            if not is_aligned(tensor):
+                raise ValueError(f"{name}.data_ptr() = {tensor.data_ptr():#x}: expected an address that is a multiple of {CUDA_POINTER_ALIGNMENT} bytes")
+
+
 def _check_values(problem: Problem) -> None:
     """What only real tensors have: addresses and ids. Ids on CUDA are checked by the kernels, without a sync, unless DG_DEBUG=1."""
-    on_cuda = problem.x.device.type == "cuda"
-    if on_cuda:
-        for name, tensor in (("x", problem.x), ("w2", problem.w2), *(("w13", part) for part in problem.w13)):
-            if tensor.data_ptr() % CUDA_POINTER_ALIGNMENT:
-                raise ValueError(f"{name}.data_ptr() = {tensor.data_ptr():#x}: expected an address that is a multiple of {CUDA_POINTER_ALIGNMENT} bytes")
+    if problem.x.device.type == "cuda":
+        check_alignment(x=(problem.x,), w13=problem.w13, w2=(problem.w2,))
+        if problem.b13 is not None and problem.b2 is not None:
+            check_alignment(b13=problem.b13, b2=(problem.b2,))
         if not environment.flag("DG_DEBUG"):
             return
     if problem.topk_idx.numel() == 0:
@@ -184,6 +196,8 @@ def check_dy(dy: object, problem: Problem) -> None:
     if not isinstance(dy, Tensor):
         raise TypeError(f"dy = {type(dy).__name__}: expected a torch.Tensor")
     _check_tensor("dy", dy, problem.x.shape, (problem.x.dtype,), problem.buffer.device, "[T, hidden], as y")
+    if dy.device.type == "cuda":
+        check_alignment(dy=(dy,))
 
 
 def check_needs(needs: object, problem: Problem) -> frozenset[str]:

@@ -102,11 +102,16 @@ def _flat(gradients: Gradients, topk_weights: Tensor) -> list[Tensor]:
     return [gradient for gradient in flat if gradient is not None]
 
 
+def _aligned(dy: Tensor) -> Tensor:
+    """What autograd hands over may be a slice of a larger gradient, at any element of it."""
+    return dy if checks.is_aligned(dy) else dy.clone()
+
+
 def _backward_impl(dy, z, *args):
     problem, backend = _resolve(args[:_NUM_CALL], "none")
     backend.check()
     grads = WeightGrads(dtype=problem.w2.dtype)
-    return _flat(backend.backward(problem, dy, z, frozenset(args[_NUM_CALL].split()), grads), args[2])
+    return _flat(backend.backward(problem, _aligned(dy), z, frozenset(args[_NUM_CALL].split()), grads), args[2])
 
 
 def _backward_fake(dy, z, *args):
@@ -120,7 +125,7 @@ def _backward_main_grad_impl(dy, z, *args):
     problem, backend = _resolve(args[:_NUM_CALL], "none")
     backend.check()
     needs = frozenset(args[_NUM_CALL].split())
-    made = backend.backward(problem, dy, z, needs, _main_grads(problem, args[_NUM_CALL + 1 :], needs))
+    made = backend.backward(problem, _aligned(dy), z, needs, _main_grads(problem, args[_NUM_CALL + 1 :], needs))
     x, topk_weights = args[0], args[2]
     return (
         x.new_empty(0) if made.dx is None else made.dx,
