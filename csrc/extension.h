@@ -1,5 +1,5 @@
 // What the files of the extension share. The stable ABI of Python 3.10 and nothing else: no libtorch, libcudart, libcuda or cuda.h;
-// the two driver functions in use come in as addresses (launch.c).
+// the three driver functions in use come in as addresses (launch.c).
 #ifndef DEEP_GEMM_CSRC_EXTENSION_H
 #define DEEP_GEMM_CSRC_EXTENSION_H
 

@@ -7,27 +7,38 @@
 
 static dg_driver driver;  // one driver per process; written under the GIL
 
-const dg_driver* dg_get_driver(void) {
-  if (driver.launch_kernel_ex) return &driver;
+static int ask_python(const char* function) {
   PyObject* module = PyImport_ImportModule("deep_gemm.jit.driver");
-  PyObject* result = module ? PyObject_CallMethod(module, "connect", NULL) : NULL;
+  PyObject* result = module ? PyObject_CallMethod(module, function, NULL) : NULL;
   Py_XDECREF(module);
-  if (!result) return NULL;
-  Py_DECREF(result);
-  if (driver.launch_kernel_ex) return &driver;
-  PyErr_SetString(PyExc_RuntimeError, "deep_gemm.jit.driver.connect() did not call _C.set_driver");
-  return NULL;
+  Py_XDECREF(result);
+  return result ? 0 : -1;
+}
+
+const dg_driver* dg_get_driver(void) {
+  if (!driver.launch_kernel_ex) {
+    if (ask_python("connect") < 0) return NULL;
+    if (!driver.launch_kernel_ex) {
+      PyErr_SetString(PyExc_RuntimeError, "deep_gemm.jit.driver.connect() did not call _C.set_driver");
+      return NULL;
+    }
+  }
+  // Autograd's threads have no context until torch itself launches something in them; launches and tensor maps need one.
+  void* context = NULL;
+  if (driver.ctx_get_current(&context) == 0 && !context && ask_python("bind_thread") < 0) return NULL;
+  return &driver;
 }
 
 static PyObject* set_driver(PyObject* module, PyObject* args, PyObject* kwargs) {
   (void)module;
-  static char* names[] = {"cuLaunchKernelEx", "cuTensorMapEncodeTiled", NULL};
-  unsigned long long launch_address, encode_address;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$KK:set_driver", names, &launch_address, &encode_address)) return NULL;
-  if (!launch_address != !encode_address)
+  static char* names[] = {"cuCtxGetCurrent", "cuLaunchKernelEx", "cuTensorMapEncodeTiled", NULL};
+  unsigned long long context_address, launch_address, encode_address;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$KKK:set_driver", names, &context_address, &launch_address, &encode_address)) return NULL;
+  if (!launch_address != !encode_address || !launch_address != !context_address)
     return PyErr_Format(PyExc_ValueError,
-                        "set_driver: cuLaunchKernelEx = %llu, cuTensorMapEncodeTiled = %llu, expected two addresses, or 0 and 0 to forget "
-                        "them", launch_address, encode_address);
+                        "set_driver: cuCtxGetCurrent = %llu, cuLaunchKernelEx = %llu, cuTensorMapEncodeTiled = %llu, expected three addresses, "
+                        "or three zeros to forget them", context_address, launch_address, encode_address);
+  driver.ctx_get_current = (dg_ctx_get_current)(uintptr_t)context_address;
   driver.tensor_map_encode_tiled = (dg_tensor_map_encode_tiled)(uintptr_t)encode_address;
   driver.launch_kernel_ex = (dg_launch_kernel_ex)(uintptr_t)launch_address;
   Py_RETURN_NONE;
@@ -127,7 +138,7 @@ static PyObject* launch(PyObject* module, PyObject* const* args, Py_ssize_t narg
 
 PyMethodDef dg_launch_methods[] = {
     DG_METHOD("set_driver", set_driver, METH_VARARGS | METH_KEYWORDS,
-              "set_driver(*, cuLaunchKernelEx, cuTensorMapEncodeTiled)\n\nAddresses of the two driver functions; 0 and 0 forget them. Called by\n"
+              "set_driver(*, cuCtxGetCurrent, cuLaunchKernelEx, cuTensorMapEncodeTiled)\n\nAddresses of driver functions; zeros forget them. Called by\n"
               "deep_gemm.jit.driver.connect(), which launch and tensor_map call by themselves when there are none."),
     DG_METHOD("launch", launch, METH_FASTCALL,
               "launch(function, params, grid, block, smem, stream, cluster=1, cooperative=False, pdl=False)\n\n"

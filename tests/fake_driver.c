@@ -1,4 +1,4 @@
-// Stands in for the two driver functions that the host extension calls, declared by the real cuda.h, and remembers what came. Built and
+// Stands in for the three driver functions that the host extension calls, declared by the real cuda.h, and remembers what came. Built and
 // read by test_ext.py: if the extension's own declarations of the driver's structs were wrong, the values read here would be.
 #include <cuda.h>
 #include <stddef.h>
@@ -18,11 +18,19 @@ static struct {
 } encoded;
 static int status, num_launches, num_maps;
 static size_t params_size;
+static CUcontext context;
 
 void fake_reset(int next_status, size_t size) {
   memset(&launched, 0, sizeof(launched));
   memset(&encoded, 0, sizeof(encoded));
   status = next_status, params_size = size, num_launches = num_maps = 0;
+  context = (CUcontext)&status;
+}
+
+void fake_set_context(uint64_t next) { context = (CUcontext)(uintptr_t)next; }
+CUresult fake_get_context(CUcontext* current) {
+  *current = context;
+  return CUDA_SUCCESS;
 }
 
 CUresult fake_launch(const CUlaunchConfig* config, CUfunction function, void** params, void** extra) {

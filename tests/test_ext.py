@@ -131,6 +131,9 @@ def fake_library(tmp_path_factory):
     return fake
 
 
+NO_DRIVER = {"cuCtxGetCurrent": 0, "cuLaunchKernelEx": 0, "cuTensorMapEncodeTiled": 0}
+
+
 class FakeDriver:
     def __init__(self, library):
         self.library = library
@@ -144,7 +147,12 @@ class FakeDriver:
         return self.library.fake_value(name.encode(), int(index or 0))
 
     def addresses(self):
-        functions = {"cuLaunchKernelEx": self.library.fake_launch, "cuTensorMapEncodeTiled": self.library.fake_encode}
+        library = self.library
+        functions = {
+            "cuCtxGetCurrent": library.fake_get_context,
+            "cuLaunchKernelEx": library.fake_launch,
+            "cuTensorMapEncodeTiled": library.fake_encode,
+        }
         return {name: ctypes.cast(function, ctypes.c_void_p).value for name, function in functions.items()}
 
 
@@ -153,7 +161,7 @@ def fake(fake_library):
     fake = FakeDriver(fake_library)
     _C.set_driver(**fake.addresses())
     yield fake
-    _C.set_driver(cuLaunchKernelEx=0, cuTensorMapEncodeTiled=0)
+    _C.set_driver(**NO_DRIVER)
     driver.connect.cache_clear()
 
 
@@ -284,15 +292,39 @@ def test_wrong_tensor_map_argument_is_named_before_the_driver_is_asked(fake, cha
 
 
 def test_driver_is_found_at_the_first_use(fake, monkeypatch):
-    _C.set_driver(cuLaunchKernelEx=0, cuTensorMapEncodeTiled=0)
+    _C.set_driver(**NO_DRIVER)
     calls = []
     monkeypatch.setattr(driver, "connect", lambda: calls.append(_C.set_driver(**fake.addresses())))
     for _ in range(2):
         _C.launch(1, b"", 1, 32, 0, 0)
     assert len(calls) == 1 and fake["num_launches"] == 2
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="expected two addresses"):
-        _C.set_driver(cuLaunchKernelEx=1, cuTensorMapEncodeTiled=0)
+    for name in NO_DRIVER:
+        with pytest.raises(ValueError, match=f"{name} = 1,.* expected three addresses"):
+            _C.set_driver(**{**NO_DRIVER, name: 1})
+
+
+@pytest.mark.parametrize("use", [lambda: _C.launch(1, b"", 1, 32, 0, 0), lambda: _C.tensor_map(256, "bf16", (64,), (), (64,), 128)])
+def test_thread_without_a_context_gets_one_first(fake, monkeypatch, use):
+    asked = []
+
+    def bind():
+        asked.append((fake["num_launches"], fake["num_maps"]))
+        fake.library.fake_set_context(ctypes.c_uint64(1))
+
+    monkeypatch.setattr(driver, "bind_thread", bind)
+    use()
+    assert not asked
+    fake.reset()
+    fake.library.fake_set_context(ctypes.c_uint64(0))
+    use()
+    use()
+    assert asked == [(0, 0)] and fake["num_launches"] + fake["num_maps"] == 2
+    fake.library.fake_set_context(ctypes.c_uint64(0))
+    monkeypatch.setattr(driver, "bind_thread", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        use()
+    assert fake["num_launches"] + fake["num_maps"] == 2
 
 
 # --- the build

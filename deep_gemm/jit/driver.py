@@ -50,14 +50,22 @@ class Driver:
             raise BackendUnavailable(f"the CUDA driver {self.version[0]}.{self.version[1]} has no {name}: CUDA 12 or later is needed")
         return int(address)
 
+    def _primary_context(self, device_index: int) -> object:
+        with self._lock:
+            if device_index not in self._contexts:
+                device = self.check("cuDeviceGet", self.cu.cuDeviceGet(device_index))
+                self._contexts[device_index] = self.check("cuDevicePrimaryCtxRetain", self.cu.cuDevicePrimaryCtxRetain(device))
+            return self._contexts[device_index]
+
+    def set_context(self, device_index: int) -> None:
+        """Makes the device's primary context current in this thread, for good."""
+        self.check("cuCtxSetCurrent", self.cu.cuCtxSetCurrent(self._primary_context(device_index)))
+
     @contextmanager
     def context(self, device_index: int) -> Iterator[int]:
         """Makes the device's primary context (torch's own) current; yields the device handle."""
         device = self.check("cuDeviceGet", self.cu.cuDeviceGet(device_index))
-        with self._lock:
-            if device_index not in self._contexts:
-                self._contexts[device_index] = self.check("cuDevicePrimaryCtxRetain", self.cu.cuDevicePrimaryCtxRetain(device))
-        self.check("cuCtxPushCurrent", self.cu.cuCtxPushCurrent(self._contexts[device_index]))
+        self.check("cuCtxPushCurrent", self.cu.cuCtxPushCurrent(self._primary_context(device_index)))
         try:
             yield device
         finally:
@@ -101,8 +109,16 @@ def extension() -> ModuleType:
 def connect() -> None:
     """Gives the extension the driver's entry points. The extension calls this at its first launch or tensor map."""
     driver = get()
-    names = ("cuLaunchKernelEx", "cuTensorMapEncodeTiled")
+    names = ("cuCtxGetCurrent", "cuLaunchKernelEx", "cuTensorMapEncodeTiled")
     extension().set_driver(**{name: driver.entry_point(name) for name in names})
+
+
+def bind_thread() -> None:
+    """Gives this thread the context of torch's current device. The extension calls this before a launch or tensor map in a thread that has none:
+    torch's autograd starts threads whose first CUDA call may be ours."""
+    import torch
+
+    get().set_context(torch.cuda.current_device())
 
 
 @functools.cache

@@ -4,6 +4,7 @@ host's share of a launch is small."""
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -58,6 +59,24 @@ def test_kernel_loads_and_launches_while_a_graph_is_captured(out):
         jit.load(spec, 0).launch(params(out), 1, 0, torch.cuda.current_stream().cuda_stream)
     assert out.tolist() == [-1] * NUM_WORDS
     graph.replay()
+    assert out.tolist() == expected(out)
+
+
+def test_thread_that_has_made_no_cuda_call_launches(kernel, out):
+    failures = []
+
+    def work():  # like a thread of autograd whose first CUDA call is ours
+        try:
+            kernel.launch(packed, 1, 0, 0)
+        except Exception as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    packed = params(out)
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not failures
     assert out.tolist() == expected(out)
 
 
