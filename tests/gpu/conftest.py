@@ -9,6 +9,7 @@ lost, since every later test would fail too: `scripts/gpu_suite.py` goes on in a
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -29,7 +30,7 @@ def pytest_addoption(parser):
 
 
 def _on_cpu(config) -> bool:
-    return config.getoption("--on-cpu")
+    return config.getoption("--on-cpu", default=False)
 
 
 class Journal:
@@ -71,7 +72,7 @@ class Journal:
 
 
 def pytest_configure(config):
-    if path := config.getoption("--journal"):
+    if path := config.getoption("--journal", default=None):
         config.pluginmanager.register(Journal(path), "journal")
 
 
@@ -128,6 +129,25 @@ class Accuracy:
 
 @pytest.fixture(scope="session")
 def accuracy(request):
-    collector = Accuracy(request.config.getoption("--accuracy-dir"))
+    collector = Accuracy(request.config.getoption("--accuracy-dir", default=None))
     yield collector
     collector.save()
+
+
+@pytest.fixture
+def make_ranks(device, rehearsal):
+    """make_ranks(case) -> Ranks of it. Symmetric memory and scratch are freed when the test is over."""
+    import moe_support
+
+    made = []
+
+    def make(case):
+        made.append(moe_support.make(case, device, rehearsal))
+        return made[-1]
+
+    yield make
+    for ranks in made:
+        for buffer in ranks.buffers:
+            buffer.destroy()
+    made.clear()
+    gc.collect()
