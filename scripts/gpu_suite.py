@@ -25,7 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TEST_LIMIT_S = 60  # one test; a kernel that hangs ends with its process
 MAX_RESTARTS = 8
-RESERVE_S = 5  # for the table
+COLLECT_S = 20  # to put accuracy rows of a killed session into their file
+RESERVE_S = 25  # for that and the table
 
 ENVIRONMENT = """
 import json, os, shutil, torch
@@ -151,6 +152,9 @@ class Suite:
                     break
                 known = len(entries)
             self._read(entries, outcome)
+            if any(self.out.glob("*.rows")):  # a session that was killed has not done it
+                collect = f"from deep_gemm.testing import results; results.collect_rows({str(self.out)!r})"
+                self._process(stage, [sys.executable, "-c", collect], time.monotonic() + COLLECT_S)
             if not ended and code is not None:
                 tail = "\n".join(text.splitlines()[-6:])
                 outcome.failures.append((stage.name, f"pytest ended with status {code} before all tests were run:\n{tail}"))

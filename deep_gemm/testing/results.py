@@ -106,3 +106,20 @@ def merge(path: str | os.PathLike, rows: Iterable[dict[str, Any]], *, key: tuple
             new_keys = {tuple(row[field] for field in key) for row in rows}
             kept = [row for row in old["rows"] if tuple(row[field] for field in key) not in new_keys]
     write(path, kept + rows, env=env)
+
+
+def append_rows(path: str | os.PathLike, rows: Iterable[dict[str, Any]]) -> None:
+    """Rows of a run that may be killed, as lines of JSON; `collect_rows` makes the results file of them."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with Path(path).open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def collect_rows(folder: str | os.PathLike, *, key: tuple[str, ...] = ("case", "tensor")) -> None:
+    """Merge every <name>.rows of the folder into <name>-<gpu>.json and remove it."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    suffix = "h200" if "H200" in gpu else gpu.lower().replace(" ", "-")
+    for path in Path(folder).glob("*.rows"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        merge(path.with_name(f"{path.stem}-{suffix}.json"), rows, key=key)
+        path.unlink()

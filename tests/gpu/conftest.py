@@ -112,26 +112,16 @@ class Accuracy:
 
     def add(self, subject: str, rows: list[dict]) -> None:
         """subject: "mega-moe" or "gemm"."""
-        if self.folder is None:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"{subject}-accuracy.rows").open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-
-    def save(self) -> None:
-        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        suffix = "h200" if "H200" in name else name.lower().replace(" ", "-")
-        for path in self.folder.glob("*-accuracy.rows") if self.folder else ():
-            rows = [json.loads(line) for line in path.read_text().splitlines()]
-            results.merge(path.with_name(f"{path.stem}-{suffix}.json"), rows, key=("case", "tensor"))
-            path.unlink()
+        if self.folder is not None:
+            results.append_rows(self.folder / f"{subject}-accuracy.rows", rows)
 
 
 @pytest.fixture(scope="session")
 def accuracy(request):
     collector = Accuracy(request.config.getoption("--accuracy-dir", default=None))
     yield collector
-    collector.save()
+    if collector.folder is not None:
+        results.collect_rows(collector.folder)
 
 
 @pytest.fixture
