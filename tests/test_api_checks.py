@@ -228,7 +228,9 @@ def test_old_driver_is_named(monkeypatch):
 
 
 def test_process_group_gives_addresses_of_torch_symmetric_memory(monkeypatch):
-    """The glue only: torch's allocator and rendezvous are stand-ins, as the real ones need GPUs."""
+    """Torch puts small tensors of symmetric memory into one segment, whose beginning is all that its handle tells of the peers.
+
+    The glue only: torch's allocator and rendezvous are stand-ins, as the real ones need GPUs."""
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -237,15 +239,21 @@ def test_process_group_gives_addresses_of_torch_symmetric_memory(monkeypatch):
     group = SimpleNamespace(group_name="ep")
     seen = {}
     memory = torch.full((64,), 7, dtype=torch.uint8)
+    own = memory.data_ptr()
     monkeypatch.setattr(dist, "get_rank", lambda group: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(dist, "barrier", lambda group: seen.update(cleared_before_barrier=not memory.any()))
+
+    def gather(values, value, group):
+        seen.update(cleared_before_peers_know=not memory.any(), offset=value)
+        values[:] = [1024, value]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(symmetric_memory, "empty", lambda nbytes, dtype, device: seen.update(asked=(nbytes, dtype, str(device))) or memory)
-    monkeypatch.setattr(symmetric_memory, "rendezvous", lambda tensor, group: SimpleNamespace(buffer_ptrs=[4096, 8192], owner=(tensor, group)))
+    monkeypatch.setattr(symmetric_memory, "rendezvous", lambda tensor, group: SimpleNamespace(buffer_ptrs=[4096, own - 512], owner=(tensor, group)))
     tensor, addresses = ProcessGroupAdapter(group).symmetric_empty(64, torch.device("cuda", 1))
-    assert tensor is memory and addresses == [4096, 8192]
-    assert seen == {"asked": (64, torch.uint8, "cuda:1"), "cleared_before_barrier": True}
+    assert tensor is memory and addresses == [4096 + 1024, own]
+    assert seen == {"asked": (64, torch.uint8, "cuda:1"), "cleared_before_peers_know": True, "offset": 512}
 
 
 def test_device_of_the_buffer_is_made_current(monkeypatch):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from deep_gemm.errors import BackendUnavailable
-from deep_gemm.mega.backend import PRECISIONS, Backend, backend_class
+from deep_gemm.mega.backend import PRECISIONS, Backend, backend_class, on_device
 from deep_gemm.mega.groups import Group, resolve_group
 
 MAX_TOPK = 16
@@ -132,7 +132,8 @@ class MegaMoeBuffer:
         self._destroyed = False
         if self.backend_name == "cuda":
             nbytes = backend_class("cuda", self.device).symmetric_bytes(self.settings)
-            self.symm = SymmetricMemory(*self.group.symmetric_empty(nbytes, self.device))
+            with on_device(self.device):  # torch's pool of symmetric memory is that of the current device
+                self.symm = SymmetricMemory(*self.group.symmetric_empty(nbytes, self.device))
         self.backend(self.backend_name)
         self.handle = next(_handles)
         _buffers[self.handle] = self

@@ -76,8 +76,11 @@ class ProcessGroupAdapter:
         self._handles.append(handle)
         memory.zero_()
         torch.cuda.synchronize(device)
-        dist.barrier(self.process_group)  # no peer may write before this rank has cleared
-        return memory, [int(address) for address in handle.buffer_ptrs]
+        # buffer_ptrs are where the segments begin; torch may put several tensors into one. The gather is also the barrier that the clearing
+        # needs: no peer has the addresses, and so writes, before this rank has cleared.
+        bases = [int(address) for address in handle.buffer_ptrs]
+        offsets = self.all_gather_object(memory.data_ptr() - bases[self.rank])
+        return memory, [base + offset for base, offset in zip(bases, offsets, strict=True)]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
