@@ -237,23 +237,26 @@ def test_process_group_gives_addresses_of_torch_symmetric_memory(monkeypatch):
     from deep_gemm.mega.groups import ProcessGroupAdapter
 
     group = SimpleNamespace(group_name="ep")
-    seen = {}
+    seen, steps = {}, []
     memory = torch.full((64,), 7, dtype=torch.uint8)
     own = memory.data_ptr()
     monkeypatch.setattr(dist, "get_rank", lambda group: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
 
     def gather(values, value, group):
-        seen.update(cleared_before_peers_know=not memory.any(), offset=value)
+        steps.append(("gather", bool(memory.any())))
         values[:] = [1024, value]
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(dist, "barrier", lambda group: steps.append(("barrier", bool(memory.any()))))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: steps.append(("synchronize", bool(memory.any()))))
     monkeypatch.setattr(symmetric_memory, "empty", lambda nbytes, dtype, device: seen.update(asked=(nbytes, dtype, str(device))) or memory)
     monkeypatch.setattr(symmetric_memory, "rendezvous", lambda tensor, group: SimpleNamespace(buffer_ptrs=[4096, own - 512], owner=(tensor, group)))
     tensor, addresses = ProcessGroupAdapter(group).symmetric_empty(64, torch.device("cuda", 1))
     assert tensor is memory and addresses == [4096 + 1024, own]
-    assert seen == {"asked": (64, torch.uint8, "cuda:1"), "cleared_before_peers_know": True, "offset": 512}
+    assert seen == {"asked": (64, torch.uint8, "cuda:1")}
+    # Peers have finished with what the memory was before, then it is cleared, then they may write: (step, still dirty).
+    assert steps == [("synchronize", True), ("gather", True), ("synchronize", False), ("barrier", False)]
 
 
 def test_device_of_the_buffer_is_made_current(monkeypatch):

@@ -74,12 +74,14 @@ class ProcessGroupAdapter:
                 "(every rank needs its own GPU of one NVLink or PCIe peer-access domain, torch >= 2.9, and the same nbytes)"
             ) from error
         self._handles.append(handle)
-        memory.zero_()
+        # torch may give memory of a destroyed buffer again, into which a peer that is late still writes: cleared when all have finished.
         torch.cuda.synchronize(device)
-        # buffer_ptrs are where the segments begin; torch may put several tensors into one. The gather is also the barrier that the clearing
-        # needs: no peer has the addresses, and so writes, before this rank has cleared.
+        # buffer_ptrs are where the segments begin; torch may put several tensors into one.
         bases = [int(address) for address in handle.buffer_ptrs]
         offsets = self.all_gather_object(memory.data_ptr() - bases[self.rank])
+        memory.zero_()
+        torch.cuda.synchronize(device)
+        dist.barrier(self.process_group)  # no peer may write before this rank has cleared
         return memory, [base + offset for base, offset in zip(bases, offsets, strict=True)]
 
     def all_gather_object(self, value: Any) -> list[Any]:
