@@ -35,12 +35,13 @@ class GemmConfig:
     b_major: str
     d_dtype: torch.dtype
     block_n: int
+    cluster: int  # CTAs that share an operand tile: 1 or 2
     num_stages: int
     max_groups: int  # size of the group table in shared memory
 
     @property
     def name(self) -> str:
-        tile = f"m{BLOCK_M}n{self.block_n}k{BLOCK_K}_s{self.num_stages}_g{self.max_groups}"
+        tile = f"m{BLOCK_M}n{self.block_n}k{BLOCK_K}_s{self.num_stages}_c{self.cluster}_g{self.max_groups}"
         return f"sm90_bf16_gemm_{self.kind}_a{self.a_major}_b{self.b_major}_{_D_TYPES[self.d_dtype][0]}_{tile}"
 
     @property
@@ -60,6 +61,7 @@ class GemmConfig:
                 "kBlockK": BLOCK_K,
                 "kNumStages": self.num_stages,
                 "kMaxGroups": self.max_groups,
+                "kCluster": self.cluster,
                 "kAMajorK": self.a_major == "k",
                 "kBMajorK": self.b_major == "k",
                 "D": CppType(_D_TYPES[self.d_dtype][1]),
@@ -70,15 +72,17 @@ class GemmConfig:
 
 
 @functools.cache
-def choose_config(kind: str, a_major: str, b_major: str, d_dtype: torch.dtype, n: int, num_groups: int) -> GemmConfig:
+def choose_config(kind: str, a_major: str, b_major: str, d_dtype: torch.dtype, n: int, num_groups: int, num_sms: int = 2) -> GemmConfig:
     """The widest tile that n fills, with as many stages as shared memory holds.
 
     128 x 256 needs the fewest shared-memory bytes per FLOP (0.0117 against 0.0156 of 128 x 128) and still fits 128 accumulator registers.
+    Clusters of two gain a little where both operands are K-major and lose about 8 % with MN-major ones (docs/perf/gemm.md).
     """
-    block_n = 256 if n > 128 else 128 if n > 64 else 64
+    block_n = 256 if n > 128 else 128
+    cluster = 2 if a_major == b_major == "k" and num_sms > 1 else 1
     max_groups = max(256, 1 << (num_groups - 1).bit_length())  # 256 entries are free: shared memory is laid out in steps of 1024 bytes
     stages = max(s for s in range(2, 9) if _C.gemm_smem_bytes(BLOCK_M, block_n, BLOCK_K, s, max_groups) <= SMEM_LIMIT)
-    config = GemmConfig(kind, a_major, b_major, d_dtype, block_n, stages, max_groups)
+    config = GemmConfig(kind, a_major, b_major, d_dtype, block_n, cluster, stages, max_groups)
     if environment.flag("DG_PRINT_CONFIG"):
         print(f"deep_gemm: n={n} num_groups={num_groups}: {config}")
     return config
@@ -91,7 +95,7 @@ def shipped_specs() -> list[KernelSpec]:
     grouped = [(kind, "k", b, d, 128) for kind in ("m_ends", "m_index") for b in ("k", "mn") for d in (bf16, f32)]
     grouped += [("m_masked", "k", "k", d, 128) for d in (bf16, f32)]
     grouped += [("k_ends", "mn", "mn", d, 128) for d in (bf16, f32)]
-    return [choose_config(kind, a, b, d, n, groups).spec() for kind, a, b, d, groups in plain + grouped for n in (64, 128, 256)]
+    return [choose_config(kind, a, b, d, n, groups).spec() for kind, a, b, d, groups in plain + grouped for n in (128, 256)]
 
 
 # ---- operands ----------------------------------------------------------------------------------------------------------------------
@@ -119,8 +123,19 @@ def _operand_map(t: torch.Tensor, major: str, block_mn: int) -> bytes:
     groups, group_stride = (t.shape[0], t.stride(0)) if t.dim() == 3 else (1, 8)
     free = -(-inner // 8) * 8  # stride of a dimension that is never stepped over
     strides = [2 * (s if n > 1 else free) for n, s in ((rows, row_stride), (groups, group_stride))]
-    box = (SWIZZLE_ELEMENTS, block_mn if major == "k" else BLOCK_K, 1)
+    box = (SWIZZLE_ELEMENTS, block_mn // 2 if major == "k" else BLOCK_K, 1)  # K-major tiles are loaded in halves
     return _C.tensor_map(t.data_ptr(), "bf16", (inner, rows, groups), strides, box, 128)
+
+
+def _result_map(d: torch.Tensor) -> bytes | None:
+    """Rank-3 map (n, m, groups) of d [.., m, n] in boxes of 64 rows of 128 bytes, or None when TMA cannot write it."""
+    size = d.element_size()
+    if d.data_ptr() % 16 or any(n > 1 and s * size % 16 for n, s in zip(d.shape[:-1], d.stride()[:-1], strict=True)):
+        return None
+    groups, (m, n) = d.shape[0] if d.dim() == 3 else 1, d.shape[-2:]
+    free = -(-n * size // 16) * 16
+    strides = (d.stride(-2) * size if m > 1 else free, d.stride(0) * size if groups > 1 else free)
+    return _C.tensor_map(d.data_ptr(), _D_TYPES[d.dtype][0], (n, m, groups), strides, (128 // size, 64, 1), 128)
 
 
 # ---- launch ------------------------------------------------------------------------------------------------------------------------
@@ -168,11 +183,15 @@ def launch(
     n, k = b.shape[-2:]
     device = d.device.index
     a_major, b_major = ("mn", "mn") if kind == "k_ends" else (major_of(a), major_of(b))
-    config = choose_config(kind, a_major, b_major, d.dtype, n, num_groups)
+    num_sms = num_sms or get_num_sms(device)
+    config = choose_config(kind, a_major, b_major, d.dtype, n, num_groups, min(num_sms, 2))  # what counts is whether two CTAs can pair
+    d_map = _result_map(d)
     params = _C.pack(
         "GemmParams",
         a=_operand_map(a, a_major, BLOCK_M),
         b=_operand_map(b, b_major, config.block_n),
+        d_map=d_map or bytes(128),
+        d_has_map=d_map is not None,
         d=d.data_ptr(),
         carry_in=0 if carry is None else carry[0].data_ptr(),
         carry_out=0 if carry is None else carry[1].data_ptr(),
@@ -191,7 +210,7 @@ def launch(
     )
     kernel = _kernel(config, device)
     stream = torch.cuda.current_stream(device).cuda_stream if stream is None else stream
-    kernel.launch(params, num_sms or get_num_sms(device), config.smem_bytes, stream)
+    kernel.launch(params, num_sms // config.cluster * config.cluster, config.smem_bytes, stream, config.cluster)
 
 
 @functools.cache

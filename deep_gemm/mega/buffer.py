@@ -134,9 +134,18 @@ class MegaMoeBuffer:
             nbytes = backend_class("cuda", self.device).symmetric_bytes(self.settings)
             with on_device(self.device):  # torch's pool of symmetric memory is that of the current device
                 self.symm = SymmetricMemory(*self.group.symmetric_empty(nbytes, self.device))
-        self.backend(self.backend_name)
+        self._make_first_backend()
         self.handle = next(_handles)
         _buffers[self.handle] = self
+
+    def _make_first_backend(self) -> None:
+        """All ranks leave together: one that still compiles would be late for the first call. If one cannot, all raise."""
+        fault: Exception | None = None
+        try:
+            self.backend(self.backend_name)
+        except Exception as error:  # noqa: BLE001 - sent to the peers, then raised
+            fault = error
+        _raise_fault(self.group, fault, self.group.all_gather_object(_described(fault)))
 
     def backend(self, name: str) -> Backend:
         """The buffer's own instance of backend `name`, made on first use; BackendUnavailable if it cannot run on this buffer."""
@@ -233,14 +242,22 @@ def _agree(group: Group, device: torch.device, backend: str | None, settings: di
         backend_class(name, device)
     except Exception as error:  # noqa: BLE001 - sent to the peers, then raised below
         fault = error
-    reports = group.all_gather_object((None if fault is None else f"{type(fault).__name__}: {fault}", mine))
+    reports = group.all_gather_object((_described(fault), mine))
     _raise_mismatch(group, reports)
-    if fault is not None:
-        raise fault
-    for rank, (text, _) in enumerate(reports):
+    _raise_fault(group, fault, [text for text, _ in reports])
+    return checked
+
+
+def _described(fault: Exception | None) -> str | None:
+    return None if fault is None else f"{type(fault).__name__}: {fault}"
+
+
+def _raise_fault(group: Group, own: Exception | None, faults: list[str | None]) -> None:
+    if own is not None:
+        raise own
+    for rank, text in enumerate(faults):
         if text is not None:
             raise ValueError(f"rank {rank} of group {group.name!r} could not make its buffer: {text}")
-    return checked
 
 
 def _raise_mismatch(group: Group, reports: list[tuple[str | None, dict[str, Any]]]) -> None:
