@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -149,11 +150,28 @@ def fsdp2_shards_the_experts(rank):
         torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
 
 
+def a_backend_that_one_rank_cannot_make_ends_all(rank):
+    """Settings agree, then rank 1 runs out of memory: rank 0 learns of it at once, and not from a late peer at its first call."""
+    from unittest import mock
+
+    from deep_gemm.reference.backend import ReferenceBackend
+
+    def init(self, buffer):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with mock.patch.object(ReferenceBackend, "__init__", init) if rank == 1 else nullcontext():
+        expected = (torch.OutOfMemoryError, "^CUDA out of") if rank == 1 else (ValueError, "rank 1 .* could not make its buffer: OutOfMemoryError: CUDA")
+        with pytest.raises(expected[0], match=expected[1]):
+            make_buffer(group=dist.group.WORLD)
+    make_buffer(group=dist.group.WORLD)
+
+
 SCENARIOS = (
     gradients_match_one_rank,
     checkpointed_layers_share_a_buffer,
     settings_that_differ_are_named_on_every_rank,
     a_fault_of_one_rank_reaches_the_other,
+    a_backend_that_one_rank_cannot_make_ends_all,
     a_bad_argument_on_every_rank_raises_before_any_exchange,
     groups_of_one_are_independent,
     no_symmetric_memory_is_one_clear_sentence,

@@ -28,7 +28,6 @@ Result = TypeVar("Result")
 class VirtualRank:
     """One rank of a VirtualGroup; a group in the sense of mega/groups.py."""
 
-    shares_device = True  # the buffer loads every kernel when it is made
     process_group = None
 
     def __init__(self, group: VirtualGroup, rank: int):
@@ -44,7 +43,7 @@ class VirtualRank:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """The values so far: the ranks come one after another, so a rank that has not come yet is shown as agreeing with the caller. A mismatch
-        is therefore seen by the later of the two ranks."""
+        is therefore seen by the later of the two ranks; after one, go on with a new VirtualGroup."""
         index, self._gathers = self._gathers, self._gathers + 1
         known = self._group.gathered(index)
         known[self.rank] = value

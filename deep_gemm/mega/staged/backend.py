@@ -42,8 +42,8 @@ class StagedBackend:
             num_sms=getattr(buffer.group, "num_sms", None),  # a VirtualGroup shares the device out
             timeout_s=timeout_s,
         )
-        if getattr(buffer.group, "shares_device", False):
-            load_gemms(buffer.settings, device.index, buffer.group.num_sms)
+        if buffer.num_ranks > 1:
+            load_gemms(buffer.settings, device.index, self._resources.num_sms or gemm_launch.get_num_sms(device.index))
         torch.cuda.synchronize(device)  # scratch is cleared before any stream uses it
 
     @staticmethod
@@ -106,6 +106,7 @@ def gemm_specs(settings: MegaMoeSettings, num_sms: int) -> list[jit.KernelSpec]:
 
 
 def load_gemms(settings: MegaMoeSettings, device_index: int, num_sms: int) -> None:
-    """Loads every GEMM that calls can use: in a process that runs several ranks, loading one while another rank's kernel waits could block."""
+    """Loads every GEMM that calls can use. With peers nothing may be compiled at a call: a rank with a warm cache would wait in a barrier for one
+    that compiles, perhaps longer than DG_TIMEOUT_S; and in a process that runs several ranks, loading while a kernel waits could block."""
     for spec in gemm_specs(settings, num_sms):
         jit.load(spec, device_index)
