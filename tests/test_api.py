@@ -257,6 +257,13 @@ def test_state_is_plain_and_says_what_it_owns():
         deep_gemm.mega_moe_bwd(dy, recompute)
 
 
+def test_state_holds_no_graph():
+    inputs, buffer = make_inputs(dtype=torch.bfloat16), make_buffer()
+    weights = inputs.topk_weights.bfloat16().requires_grad_()
+    _, state = deep_gemm.mega_moe_fwd(inputs.x, inputs.topk_idx, weights * 2, inputs.w13, inputs.w2, buffer)
+    assert state.problem.topk_weights.dtype == torch.float32 and state.problem.topk_weights.grad_fn is None
+
+
 @pytest.mark.parametrize("save", ["recompute", "preact"])
 def test_nothing_is_saved_when_no_input_needs_a_gradient(save, monkeypatch):
     inputs, buffer = make_inputs(), make_buffer()

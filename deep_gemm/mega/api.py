@@ -98,9 +98,9 @@ def mega_moe_fwd(
     b13_parts = None if b13 is None else checks.split("b13", b13)
     checks.check_types(buffer, x=x, topk_idx=topk_idx, topk_weights=topk_weights, w2=w2, **({} if b2 is None else {"b2": b2}))
     options = checks.decode_options(checks.encode_options(buffer, activation, activation_clamp, activation_alpha, save, precision, backend))
-    problem = checks.make_problem(x, topk_idx, topk_weights, w13_parts, w2, b13_parts, b2, buffer, options)
-    solver = buffer.backend(options.backend)
     with torch.no_grad(), on_device(buffer.device):
+        problem = checks.make_problem(x, topk_idx, topk_weights, w13_parts, w2, b13_parts, b2, buffer, options)
+        solver = buffer.backend(options.backend)
         solver.check()
         a, z = solver.gemm1(problem)
         y = solver.gemm2(problem, a)

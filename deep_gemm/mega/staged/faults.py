@@ -73,4 +73,4 @@ class FaultRecords:
             "phase_mismatch": f"rank {rank} is in phase {phase!r} of barrier {fault['expected']}, rank {peer} in {self._phase(fault['seen_tag'])!r}: the ranks "
             "made different calls (forward, backward, or a backward with other `needs`)",
         }[self._kind_names[fault["kind"]]]
-        return f"{text}. Results since are NaN, and this buffer cannot be used any more: make a new one on every rank."
+        return f"{text}. y, dx and dtopk_weights since are NaN, weight gradients are of no use, and this buffer cannot be used any more: make a new one on every rank."
