@@ -35,13 +35,12 @@ class GemmConfig:
     b_major: str
     d_dtype: torch.dtype
     block_n: int
-    cluster: int  # CTAs that share an operand tile: 1 or 2
     num_stages: int
     max_groups: int  # size of the group table in shared memory
 
     @property
     def name(self) -> str:
-        tile = f"m{BLOCK_M}n{self.block_n}k{BLOCK_K}_s{self.num_stages}_c{self.cluster}_g{self.max_groups}"
+        tile = f"m{BLOCK_M}n{self.block_n}k{BLOCK_K}_s{self.num_stages}_g{self.max_groups}"
         return f"sm90_bf16_gemm_{self.kind}_a{self.a_major}_b{self.b_major}_{_D_TYPES[self.d_dtype][0]}_{tile}"
 
     @property
@@ -61,7 +60,6 @@ class GemmConfig:
                 "kBlockK": BLOCK_K,
                 "kNumStages": self.num_stages,
                 "kMaxGroups": self.max_groups,
-                "kCluster": self.cluster,
                 "kAMajorK": self.a_major == "k",
                 "kBMajorK": self.b_major == "k",
                 "D": CppType(_D_TYPES[self.d_dtype][1]),
@@ -72,17 +70,15 @@ class GemmConfig:
 
 
 @functools.cache
-def choose_config(kind: str, a_major: str, b_major: str, d_dtype: torch.dtype, n: int, num_groups: int, num_sms: int = 2) -> GemmConfig:
+def choose_config(kind: str, a_major: str, b_major: str, d_dtype: torch.dtype, n: int, num_groups: int) -> GemmConfig:
     """The widest tile that n fills, with as many stages as shared memory holds.
 
     128 x 256 needs the fewest shared-memory bytes per FLOP (0.0117 against 0.0156 of 128 x 128) and still fits 128 accumulator registers.
-    Clusters of two gain a little where both operands are K-major and lose about 8 % with MN-major ones (docs/perf/gemm.md).
     """
     block_n = 256 if n > 128 else 128
-    cluster = 2 if a_major == b_major == "k" and num_sms > 1 else 1
     max_groups = max(256, 1 << (num_groups - 1).bit_length())  # 256 entries are free: shared memory is laid out in steps of 1024 bytes
     stages = max(s for s in range(2, 9) if _C.gemm_smem_bytes(BLOCK_M, block_n, BLOCK_K, s, max_groups) <= SMEM_LIMIT)
-    config = GemmConfig(kind, a_major, b_major, d_dtype, block_n, cluster, stages, max_groups)
+    config = GemmConfig(kind, a_major, b_major, d_dtype, block_n, stages, max_groups)
     if environment.flag("DG_PRINT_CONFIG"):
         print(f"deep_gemm: n={n} num_groups={num_groups}: {config}")
     return config
@@ -123,7 +119,7 @@ def _operand_map(t: torch.Tensor, major: str, block_mn: int) -> bytes:
     groups, group_stride = (t.shape[0], t.stride(0)) if t.dim() == 3 else (1, 8)
     free = -(-inner // 8) * 8  # stride of a dimension that is never stepped over
     strides = [2 * (s if n > 1 else free) for n, s in ((rows, row_stride), (groups, group_stride))]
-    box = (SWIZZLE_ELEMENTS, block_mn // 2 if major == "k" else BLOCK_K, 1)  # K-major tiles are loaded in halves
+    box = (SWIZZLE_ELEMENTS, block_mn if major == "k" else BLOCK_K, 1)
     return _C.tensor_map(t.data_ptr(), "bf16", (inner, rows, groups), strides, box, 128)
 
 
@@ -182,9 +178,12 @@ def launch(
     """One GEMM launch: d [.., m, n] (unit stride on n) from the logical views a [.., m, k] and b [.., n, k]."""
     n, k = b.shape[-2:]
     device = d.device.index
+    if torch.cuda.current_device() != device:
+        with torch.cuda.device(device):
+            return launch(kind, a, b, d, m=m, layout=layout, num_groups=num_groups, window=window, alignment=alignment, group_rows=group_rows,
+                          carry=carry, accumulate=accumulate, num_sms=num_sms, stream=stream)  # fmt: skip
     a_major, b_major = ("mn", "mn") if kind == "k_ends" else (major_of(a), major_of(b))
-    num_sms = num_sms or get_num_sms(device)
-    config = choose_config(kind, a_major, b_major, d.dtype, n, num_groups, min(num_sms, 2))  # what counts is whether two CTAs can pair
+    config = choose_config(kind, a_major, b_major, d.dtype, n, num_groups)
     d_map = _result_map(d)
     params = _C.pack(
         "GemmParams",
@@ -210,7 +209,7 @@ def launch(
     )
     kernel = _kernel(config, device)
     stream = torch.cuda.current_stream(device).cuda_stream if stream is None else stream
-    kernel.launch(params, num_sms // config.cluster * config.cluster, config.smem_bytes, stream, config.cluster)
+    kernel.launch(params, num_sms or get_num_sms(device), config.smem_bytes, stream)
 
 
 @functools.cache

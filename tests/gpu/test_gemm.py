@@ -81,6 +81,16 @@ def test_dense_adds_c(check, dtype, aliased):
     check(d, truth)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [32, 64, 96, 192])
+def test_tiles_that_end_on_either_staging_box_follow_each_other(check, n, dtype):
+    """Columns that fill an odd number of 128-byte boxes, next tiles at once (k is one block), many per CTA."""
+    a, b = normal(128 * 132 * 8, 64, seed=1), normal(n, 64, seed=2)
+    d = torch.full((a.shape[0], n), NAN, dtype=dtype, device="cuda")
+    deep_gemm.bf16_gemm_nt(a, b, d)
+    check(d, a.float() @ b.float().t())
+
+
 def test_dense_writes_into_a_view_and_nothing_beside_it(check):
     whole = torch.full((300, 512), 7.0, dtype=torch.bfloat16, device="cuda")
     a, b = normal(260, 128, seed=1), normal(248, 128, seed=2)

@@ -43,7 +43,7 @@ class StagedBackend:
             timeout_s=timeout_s,
         )
         if buffer.num_ranks > 1:
-            load_gemms(buffer.settings, device.index, self._resources.num_sms or gemm_launch.get_num_sms(device.index))
+            load_gemms(buffer.settings, device.index)
         torch.cuda.synchronize(device)  # scratch is cleared before any stream uses it
 
     @staticmethod
@@ -93,20 +93,19 @@ def read_timeout_s() -> float:
     return value
 
 
-def gemm_specs(settings: MegaMoeSettings, num_sms: int) -> list[jit.KernelSpec]:
-    """The GEMM variants that calls with these settings on `num_sms` SMs can ask for."""
+def gemm_specs(settings: MegaMoeSettings) -> list[jit.KernelSpec]:
+    """The GEMM variants that calls with these settings can ask for."""
     bf16, f32 = torch.bfloat16, torch.float32
     hidden, width, experts = settings.hidden, settings.intermediate_hidden, settings.num_local_experts
     m_grouped = [("k", bf16, 2 * width), ("k", bf16, width), ("k", bf16, hidden)]  # GEMM 1 (one or two weights), GEMM 2
     m_grouped += [("mn", bf16, width), ("mn", bf16, hidden), ("mn", f32, hidden)]  # dgrad 2, dgrad 1 (one or two weights)
-    sms = min(num_sms, 2)  # as gemm_launch.launch asks
-    configs = [gemm_launch.choose_config("m_ends", "k", b, d, n, experts, sms) for b, d, n in m_grouped]
-    configs += [gemm_launch.choose_config("k_ends", "mn", "mn", d, n, experts, sms) for d in (bf16, f32) for n in (hidden, width)]
+    configs = [gemm_launch.choose_config("m_ends", "k", b, d, n, experts) for b, d, n in m_grouped]
+    configs += [gemm_launch.choose_config("k_ends", "mn", "mn", d, n, experts) for d in (bf16, f32) for n in (hidden, width)]
     return list(dict.fromkeys(config.spec() for config in configs))
 
 
-def load_gemms(settings: MegaMoeSettings, device_index: int, num_sms: int) -> None:
+def load_gemms(settings: MegaMoeSettings, device_index: int) -> None:
     """Loads every GEMM that calls can use. With peers nothing may be compiled at a call: a rank with a warm cache would wait in a barrier for one
     that compiles, perhaps longer than DG_TIMEOUT_S; and in a process that runs several ranks, loading while a kernel waits could block."""
-    for spec in gemm_specs(settings, num_sms):
+    for spec in gemm_specs(settings):
         jit.load(spec, device_index)

@@ -39,7 +39,6 @@ struct StoreEpilogue {
   const int warpgroup;
 
   __device__ __forceinline__ void run(const dg_gemm_tile& tile, const Acc& acc) const {
-    if (tile.num_rows == 0) return;
     if (is_whole(tile)) {
       store_boxes(tile, acc, ::cuda::std::make_index_sequence<kBoxes>{});
     } else {
@@ -79,7 +78,8 @@ struct StoreEpilogue {
     const int column = tile.n_begin + kBox * kBoxColumns;
     if (column >= params.n) return;
     uint8_t* box = staging.box[kBox % 2];
-    if (leader()) cute::tma_store_wait<1>();  // all but the other box have been read
+    // Boxes take turns inside a tile, but a tile may end on either: its first box waits for both, the others for all but the latest store.
+    if (leader()) cute::tma_store_wait<kBox == 0 ? 0 : 1>();
     sync();
     stage_box<kBox>(box, acc);
     ptx::fence_proxy_async_shared();

@@ -1,13 +1,11 @@
 // D = A * B^T (+ D) on Hopper: BF16 operands, FP32 accumulation, D BF16 or FP32; dense, m-grouped and k-grouped (schedule/gemm_tiles.h).
-// Persistent: one CTA per SM replays the static tile order. Two math warpgroups of 64 rows each, one load warp. The CTAs of a cluster share
-// one operand tile by multicast.
+// Persistent: one CTA per SM replays the static tile order. Two math warpgroups of 64 rows each, one load warp.
 //
-// Config: kKind (DG_GEMM_*), kCluster (1 or 2), kBlockM, kBlockN, kBlockK, kNumStages, kMaxGroups, kAMajorK, kBMajorK (false: MN-major), D (element of the result).
+// Config: kKind (DG_GEMM_*), kBlockM, kBlockN, kBlockK, kNumStages, kMaxGroups, kAMajorK, kBMajorK (false: MN-major), D (element of the result).
 // Barriers: mainloop/sm90_operand_ring.cuh. Named barrier 1 (all math threads): the k-tail of a k-group has been zeroed in shared memory; 2 and
-// 3: epilogue/store.cuh. Cluster barrier: barriers are initialised before a peer uses them, and live until the last peer has.
+// 3: epilogue/store.cuh.
 #pragma once
 #include <cutlass/arch/reg_reconfig.h>
-#include <cute/arch/cluster_sm90.hpp>
 #include <deep_gemm/epilogue/store.cuh>
 #include <deep_gemm/layout/gemm_params.h>
 #include <deep_gemm/mainloop/sm90_operand_ring.cuh>
@@ -18,15 +16,15 @@ namespace deep_gemm::kernels {
 
 template <class Config>
 struct GemmTraits {
-  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kBlockK = Config::kBlockK, kStages = Config::kNumStages, kCluster = Config::kCluster;
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kBlockK = Config::kBlockK, kStages = Config::kNumStages;
   static constexpr int kMathWarpgroups = kBlockM / kWgmmaM, kMathThreads = kMathWarpgroups * 128, kThreads = kMathThreads + 128;
-  static constexpr int kLoadRegisters = 56, kMathRegisters = 224;
+  static constexpr int kLoadRegisters = 40, kMathRegisters = 232;
   static constexpr Major kMajorA = Config::kAMajorK ? Major::kK : Major::kMN, kMajorB = Config::kBMajorK ? Major::kK : Major::kMN;
   static constexpr bool kGroupTable = Config::kKind == DG_GEMM_M_ENDS || Config::kKind == DG_GEMM_M_MASKED || Config::kKind == DG_GEMM_K_ENDS;
   static constexpr bool kKGrouped = Config::kKind == DG_GEMM_K_ENDS;
   using TileA = OperandTile<kMajorA, kBlockM, kBlockK>;
   using TileB = OperandTile<kMajorB, kBlockN, kBlockK>;
-  using Ring = OperandRing<TileA, TileB, kStages, kMathWarpgroups, kCluster>;
+  using Ring = OperandRing<TileA, TileB, kStages, kMathWarpgroups>;
   using Atom = typename WgmmaAtom<kBlockN, TileA::kGmmaMajor, TileB::kGmmaMajor>::Type;
   static_assert(kMathWarpgroups == 2, "register budgets are for two math warpgroups");
   static_assert(!kKGrouped || (kMajorA == Major::kMN && kMajorB == Major::kMN), "a k-group is masked by rows of MN-major tiles");
@@ -39,7 +37,7 @@ struct GemmTraits {
   static_assert(sizeof(SharedStorage) + 1024 == dg_gemm_smem_bytes(kBlockM, kBlockN, kBlockK, kStages, Config::kMaxGroups));
 
   __device__ __forceinline__ static dg_gemm_problem problem(const GemmParams& params) {
-    return {Config::kKind, kBlockM, kBlockN, kCluster, params.m, params.n, params.k, params.num_groups, params.window_begin, params.window_end,
+    return {Config::kKind, kBlockM, kBlockN, params.m, params.n, params.k, params.num_groups, params.window_begin, params.window_end,
             params.alignment, !params.accumulate};
   }
   // At least one: an empty k-group multiplies one block that is masked to zero, so that every tile runs the same code.
@@ -58,11 +56,11 @@ struct Tiles {
   dg_gemm_cursor cursor;
 
   __device__ Tiles(const GemmParams& params, const typename Traits::SharedStorage& smem)
-      : problem(Traits::problem(params)), layout(Traits::layout(params, smem)), cursor(dg_gemm_cursor_begin(blockIdx.x, gridDim.x, Traits::kCluster)) {}
+      : problem(Traits::problem(params)), layout(Traits::layout(params, smem)), cursor(dg_gemm_cursor_begin(blockIdx.x, gridDim.x)) {}
   __device__ __forceinline__ bool next(dg_gemm_tile& tile) {
     do {
       if (!dg_gemm_next_tile(&cursor, &problem, layout, &tile)) return false;
-    } while (Config::kKind == DG_GEMM_M_INDEX && tile.group < 0);  // a padding block: the whole cluster skips it
+    } while (tile.num_rows == 0);
     return true;
   }
 };
@@ -79,7 +77,6 @@ struct LoadRole {
     typename Traits::Ring::Position at;
     Tiles<Config> tiles(params, smem);
     dg_gemm_tile tile;
-    const int cta = Traits::kCluster == 1 ? 0 : cute::block_rank_in_cluster();
     while (tiles.next(tile)) {
       // A row groups: only the masked kind has an A group of its own; B has one weight per group unless dense or k-grouped.
       const int group_a = Config::kKind == DG_GEMM_M_MASKED ? tile.group : 0;
@@ -87,10 +84,8 @@ struct LoadRole {
       for (int block = 0, k = tile.k_begin; block < Traits::k_blocks(tile); ++block, k += Traits::kBlockK, at.advance()) {
         ring.empty[at.stage].wait(at.phase ^ 1);
         ring.full[at.stage].arrive_and_expect_tx(Traits::Ring::kStageBytes);
-        load_operand<Traits::kMajorA, Traits::kBlockM, Traits::kBlockK>(&params.a, &ring.full[at.stage], ring.a[at.stage], tile.m_begin, k, group_a,
-                                                                       tile.share == DG_GEMM_SHARE_A, cta);
-        load_operand<Traits::kMajorB, Traits::kBlockN, Traits::kBlockK>(&params.b, &ring.full[at.stage], ring.b[at.stage], tile.n_begin, k, group_b,
-                                                                       tile.share == DG_GEMM_SHARE_B, cta);
+        load_operand<Traits::kMajorA, Traits::kBlockM, Traits::kBlockK>(&params.a, &ring.full[at.stage], ring.a[at.stage], tile.m_begin, k, group_a);
+        load_operand<Traits::kMajorB, Traits::kBlockN, Traits::kBlockK>(&params.b, &ring.full[at.stage], ring.b[at.stage], tile.n_begin, k, group_b);
       }
     }
   }
@@ -143,12 +138,7 @@ struct MathRole {
   }
 
   __device__ __forceinline__ void release(int stage) {
-    if (stage < 0) return;
-    if constexpr (Traits::kCluster == 1) {
-      if (threadIdx.x % 128 == 0) smem.ring.empty[stage].arrive();
-    } else if (threadIdx.x % 128 < Traits::kCluster) {
-      smem.ring.empty[stage].arrive(threadIdx.x % 128);  // thread i tells CTA i of the cluster
-    }
+    if (stage >= 0 && threadIdx.x % 128 == 0) smem.ring.empty[stage].arrive();
   }
 
   // Rows of k at and past `valid` belong to the next group, or to nobody and may hold NaN: both operands' rows become zero. A row of k is
@@ -175,7 +165,7 @@ __device__ __forceinline__ void sm90_bf16_gemm(const GemmParams& params) {
   if (threadIdx.x == 0) smem.ring.init_barriers();
   if constexpr (Traits::kGroupTable)
     for (int g = threadIdx.x; g < params.num_groups; g += Traits::kThreads) smem.group_table[g] = reinterpret_cast<const int*>(params.group_layout)[g];
-  if constexpr (Traits::kCluster == 1) __syncthreads(); else cute::cluster_sync();
+  __syncthreads();
 
   const int warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup == Traits::kMathWarpgroups) {
@@ -184,10 +174,6 @@ __device__ __forceinline__ void sm90_bf16_gemm(const GemmParams& params) {
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kMathRegisters>();
     MathRole<Config>{params, smem, warpgroup}.run();
-  }
-  if constexpr (Traits::kCluster > 1) {
-    __syncwarp();  // the load thread's warp is together again
-    cute::cluster_sync();
   }
 }
 

@@ -2,8 +2,7 @@
 //
 // Barriers (kStages of each):
 //   full   count 1: the load thread's arrive with expected bytes; completes when both operand tiles have landed. Waited on by all math threads.
-//   empty  count kMathWarpgroups * kCluster: one thread per math warpgroup of every CTA of the cluster, once its WGMMAs have read the stage, as
-//          the load threads write into each other's stages. Waited on by the load thread.
+//   empty  count kMathWarpgroups: one elected thread per math warpgroup, once its WGMMAs have read the stage. Waited on by the load thread.
 #pragma once
 #include <cutlass/arch/barrier.h>
 #include <cute/arch/copy_sm90_desc.hpp>
@@ -12,7 +11,7 @@
 
 namespace deep_gemm {
 
-template <class TileA, class TileB, int kStages, int kMathWarpgroups, int kCluster>
+template <class TileA, class TileB, int kStages, int kMathWarpgroups>
 struct OperandRing {
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
   static constexpr uint32_t kStageBytes = TileA::kBytes + TileB::kBytes;
@@ -25,7 +24,7 @@ struct OperandRing {
     __device__ __forceinline__ void init_barriers() {
       for (int i = 0; i < kStages; ++i) {
         full[i].init(1);
-        empty[i].init(kMathWarpgroups * kCluster);
+        empty[i].init(kMathWarpgroups);
       }
       cutlass::arch::fence_barrier_init();
     }
@@ -41,24 +40,18 @@ struct OperandRing {
   };
 };
 
-// TMA loads of one operand tile whose first element is (mn, k) of group `group`, in two halves along mn. A tile that both CTAs of a cluster need
-// (`shared`) is loaded half by each, into the shared memory of both: the same offsets, and the full barrier of the same stage.
+// TMA loads of one operand tile whose first element is (mn, k) of group `group`.
 template <Major kMajor, int kBlockMN, int kBlockK>
-__device__ __forceinline__ void load_operand(const void* map, void* barrier, uint8_t* tile, int mn, int k, int group, bool shared, int cta_in_cluster) {
+__device__ __forceinline__ void load_operand(const void* map, void* barrier, uint8_t* tile, int mn, int k, int group) {
   using Tile = OperandTile<kMajor, kBlockMN, kBlockK>;
-  constexpr uint64_t kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-  constexpr int kBoxMN = kMajor == Major::kK ? kBlockMN / 2 : kSwizzleElements, kBoxes = kBlockMN / kBoxMN;
-  static_assert(kBoxes % 2 == 0, "an operand tile is loaded in halves");
   auto* bar = static_cast<uint64_t*>(barrier);
+  const uint64_t hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  if constexpr (kMajor == Major::kK) {
+    cute::SM90_TMA_LOAD_3D::copy(map, bar, hint, tile, k, mn, group);
+  } else {
 #pragma unroll
-  for (int i = 0; i < kBoxes; ++i) {
-    uint8_t* box = tile + i * (Tile::kBytes / kBoxes);
-    const int first = mn + i * kBoxMN, inner = kMajor == Major::kK ? k : first, row = kMajor == Major::kK ? first : k;
-    if (!shared) {
-      cute::SM90_TMA_LOAD_3D::copy(map, bar, kHint, box, inner, row, group);
-    } else if (i / (kBoxes / 2) == cta_in_cluster) {
-      cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map, bar, /*both CTAs*/ 3, kHint, box, inner, row, group);
-    }
+    for (int i = 0; i < kBlockMN / kSwizzleElements; ++i)
+      cute::SM90_TMA_LOAD_3D::copy(map, bar, hint, tile + i * Tile::kBoxBytes, mn + i * kSwizzleElements, k, group);
   }
 }
 
