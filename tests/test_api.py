@@ -53,6 +53,24 @@ def test_fwd_and_bwd_match_autograd_of_the_formula(pair, bias, save):
 
 
 @pytest.mark.parametrize("save", ["recompute", "preact"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_of_the_caller_changes_no_bit(dtype, save):
+    inputs, buffer, dy = make_inputs(dtype=dtype), make_buffer(), torch.randn(T, H).to(dtype)
+    results = []
+    for enabled in (False, True):
+        leaves = inputs.trainable()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            y = deep_gemm.mega_moe(*leaves.args, buffer, save=save)
+            oracle = deep_gemm.reference.forward(*inputs.args)
+            y.backward(dy)
+            _, state = deep_gemm.mega_moe_fwd(*inputs.args, buffer, save=save)
+            plain = by_name(deep_gemm.mega_moe_bwd(dy, state))
+        assert oracle.dtype == torch.float32
+        results.append({"y": y.detach(), "oracle": oracle, **leaves.gradients(), **{f"plain {name}": value for name, value in plain.items()}})
+    assert all(torch.equal(results[0][name], value) for name, value in results[1].items())
+
+
+@pytest.mark.parametrize("save", ["recompute", "preact"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("pair", [False, True])
 def test_mega_moe_is_differentiable(pair, bias, save):
@@ -335,6 +353,10 @@ def test_buffer_life():
         y.sum().backward()
     with pytest.raises(RuntimeError, match="destroyed"):
         deep_gemm.mega_moe_bwd(dy, state)
+    for view in ("x", "topk_idx", "topk_weights"):
+        with pytest.raises(RuntimeError, match="destroyed"):
+            getattr(buffer, view)
+    assert buffer.nbytes == 0
 
 
 def test_graph_keeps_its_buffer_alive():

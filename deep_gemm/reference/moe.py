@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 
@@ -17,6 +19,17 @@ from .experts import Experts
 from .precision import resolve_precision
 
 PLAIN_SWIGLU = SwiGLU()
+
+
+def _in_own_dtype(step):
+    """The caller's autocast must not reach the matmuls: the arithmetic has the dtype that `Call` says."""
+
+    @functools.wraps(step)
+    def run(self: Call, *args, **kwargs):
+        with torch.autocast(self._x.device.type, enabled=False):
+            return step(self, *args, **kwargs)
+
+    return run
 
 
 class Call:
@@ -56,16 +69,19 @@ class Call:
         num_ranks = 1 if process_group is None else process_group.size()
         self.exchange = Exchange(topk_idx, w2.shape[0] * num_ranks, process_group)
 
+    @_in_own_dtype
     def gemm1(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(a, gate, up), each [num_rows, I], of the rows that this rank computes."""
         rows = self.exchange.dispatch_tokens(self._x).to(self.dtype)
         return rows_of.gemm1(rows, self.exchange.counts, self._experts, self._act, self._precision)
 
+    @_in_own_dtype
     def gemm2(self, a: torch.Tensor) -> torch.Tensor:
         """y [T, H] of this rank's tokens, from the rows a [num_rows, I]."""
         slots = self._slots(rows_of.gemm2(a, self.exchange.counts, self._experts, self._precision))
         return _sum_in_slot_order(slots * self._p.unsqueeze(2))
 
+    @_in_own_dtype
     def backward(self, dy: torch.Tensor, gate_up: tuple[torch.Tensor, torch.Tensor] | None, needs: frozenset[str]) -> dict:
         """{name: gradient} for the names in `needs`; "w13" and "b13" give (gate, up) pairs.
 
