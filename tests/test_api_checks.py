@@ -70,6 +70,8 @@ BAD_TENSORS = [
 BAD_OPTIONS = [
     ({"activation": "relu"}, ValueError, ["activation = 'relu'", "swiglu"]),
     ({"activation_clamp": -1.0}, ValueError, ["activation_clamp = -1.0", "expected a positive number"]),
+    ({"activation_clamp": "7"}, TypeError, ["activation_clamp = '7' (str)", "expected a number or None"]),
+    ({"activation_alpha": 1e39}, ValueError, ["activation_alpha = 1e+39", "expected a finite number (FP32)"]),
     ({"activation_alpha": float("inf")}, ValueError, ["activation_alpha = inf", "expected a finite number"]),
     ({"save": "all"}, ValueError, ["save = 'all'", "expected one of ['recompute', 'preact']"]),
     ({"precision": "int8"}, ValueError, ["precision = 'int8'", "expected one of ['bf16', 'fp8', 'mxfp8', 'fp8_bwd']"]),
@@ -122,6 +124,8 @@ SETTINGS = {"num_experts": E, "num_max_tokens_per_rank": T, "num_topk": K, "hidd
         ({"num_topk": 17, "num_experts": 64}, ValueError, ["num_topk = 17", "expected 1..16"]),
         ({"precision": "fp4"}, ValueError, ["precision = 'fp4'"]),
         ({"capacity_factor": 0.0}, ValueError, ["capacity_factor = 0.0"]),
+        ({"capacity_factor": "2"}, TypeError, ["capacity_factor = '2' (str)", "expected a number"]),
+        ({"backend": ["cuda"]}, ValueError, ["backend = ['cuda']", "expected None or one of"]),
         ({"backend": "hip"}, ValueError, ["backend = 'hip'", "expected None or one of"]),
         ({"group": 3}, TypeError, ["group = 3 (int)", "torch.distributed.ProcessGroup"]),
         ({"device": "cuda", "hidden": 2000}, ValueError, ["hidden = 2000", "expected a multiple of 128 on CUDA; pad to 2048"]),
@@ -158,6 +162,7 @@ BAD_BACKWARD = [
     ({"dy": None}, TypeError, ["dy = NoneType"]),
     ({"state": None}, TypeError, ["state = NoneType", "expected the MegaMoeState"]),
     ({"needs": ("x", "w3")}, ValueError, ["needs = ('x', 'w3')", "'topk_weights'"]),
+    ({"needs": None}, ValueError, ["needs = None", "expected a collection of names"]),
     ({"needs": "x"}, ValueError, ["needs = 'x'", "expected a collection of names"]),
     ({"wgrad_dtype": torch.float16}, TypeError, ["wgrad_dtype = torch.float16", "expected torch.bfloat16 or torch.float32"]),
     ({"wgrad_dtype": torch.float64}, TypeError, ["wgrad_dtype = torch.float64"]),
@@ -205,6 +210,12 @@ def test_options_survive_their_encoding():
         decoded = checks.decode_options(checks.encode_options(buffer, "swiglu_oai", clamp, alpha, "preact", None, None))
         assert decoded.activation == checks.resolve_activation("swiglu_oai", clamp, alpha)
         assert (decoded.save, decoded.precision, decoded.backend) == ("preact", "bf16", "reference")
+
+
+@pytest.mark.parametrize("clamp", [3.5e38, 1e300])
+def test_clamp_beyond_fp32_is_none(clamp):
+    inputs, buffer = make_inputs(dtype=torch.float32), make_buffer()
+    assert torch.equal(deep_gemm.mega_moe(*inputs.args, buffer, activation_clamp=clamp), deep_gemm.mega_moe(*inputs.args, buffer))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from api_inputs import E, H, I, K, T, count_calls, make_buffer, make_inputs
 
 import deep_gemm
+from deep_gemm.mega import buffer as buffer_module
 from deep_gemm.mega import checks, ops
 
 
@@ -96,6 +98,16 @@ def test_one_compilation_serves_other_numbers_of_tokens_and_buffers():
     second = Layer(make_inputs(dtype=torch.float32, seed=5), make_buffer())
     inputs = make_inputs(dtype=torch.float32, tokens=7)
     assert_same_bits(step(torch.compile(second, fullgraph=True, backend="aot_eager"), second, inputs), step(second, second, inputs))
+
+
+def test_handle_keeps_compiled_graphs_of_other_settings_apart(monkeypatch):
+    """torch.compile's cache on disk takes the next process's first buffer for this one's if their handles are the same."""
+    handles = []
+    for options in ({}, {"capacity_factor": 2.0}, {"tokens": T + 1}, {}):
+        monkeypatch.setattr(buffer_module, "_numbers", itertools.count(1))
+        handles.append(make_buffer(**options).handle)
+    assert len(set(handles)) == 3 and handles[0] == handles[3]
+    assert all(0 < handle < 2**63 for handle in handles)
 
 
 def test_compiled_main_grads_accumulate():

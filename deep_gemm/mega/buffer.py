@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
+import zlib
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from deep_gemm._version import __version__
 from deep_gemm.errors import BackendUnavailable
 from deep_gemm.mega.backend import PRECISIONS, Backend, backend_class, on_device
 from deep_gemm.mega.groups import Group, resolve_group
@@ -51,6 +53,8 @@ class MegaMoeSettings:
             raise ValueError(f"num_experts = {self.num_experts}: expected a multiple of the number of ranks, {self.num_ranks}")
         if self.num_topk > min(MAX_TOPK, self.num_experts):
             raise ValueError(f"num_topk = {self.num_topk}: expected 1..{min(MAX_TOPK, self.num_experts)} (num_experts = {self.num_experts})")
+        if not isinstance(self.capacity_factor, (int, float)):
+            raise TypeError(f"capacity_factor = {self.capacity_factor!r} ({type(self.capacity_factor).__name__}): expected a number")
         if not 0 < self.capacity_factor < float("inf"):
             raise ValueError(f"capacity_factor = {self.capacity_factor}: expected a positive number (rows held at once, in units of T*K)")
         if self.backend == "cuda":
@@ -77,7 +81,7 @@ def resolve_backend_name(backend: str | None, device: torch.device) -> str:
     """`backend`, or the default for tensors on `device`; ValueError if there is none of that name."""
     if backend is None:
         return "cuda" if device.type == "cuda" else "reference"
-    if backend not in PRECISIONS:
+    if backend not in list(PRECISIONS):  # a list: what came may have no hash
         raise ValueError(f"backend = {backend!r}: expected None or one of {list(PRECISIONS)}")
     return backend
 
@@ -88,8 +92,17 @@ class SymmetricMemory:
     addresses: list[int]  # of every rank's copy, by rank
 
 
-_handles = itertools.count(1)
+_numbers = itertools.count(1)
 _buffers: weakref.WeakValueDictionary[int, MegaMoeBuffer] = weakref.WeakValueDictionary()
+
+
+def _new_handle(settings: MegaMoeSettings) -> int:
+    """63 bits: a checksum of what the shapes of a call's intermediates depend on, then a number.
+
+    torch.compile keeps graphs on disk under what they say. A handle that was the number alone would let a script that is run again with
+    other settings, or another version, take up a graph whose activations have another shape.
+    """
+    return zlib.crc32(f"{__version__} {settings}".encode()) << 31 | next(_numbers)
 
 
 def buffer_of(handle: int) -> MegaMoeBuffer:
@@ -112,7 +125,7 @@ class MegaMoeBuffer:
     device       of all tensors of its calls
     symm         SymmetricMemory, or None if the backend needs none
     generation   calls that have published into the buffer so far
-    handle       integer that stands for the buffer in registered ops
+    handle       integer that stands for the buffer in registered ops; never the same for two buffers of one process
     """
 
     num_experts, num_ranks, num_local_experts = _setting("num_experts"), _setting("num_ranks"), _setting("num_local_experts")
@@ -135,7 +148,7 @@ class MegaMoeBuffer:
             with on_device(self.device):  # torch's pool of symmetric memory is that of the current device
                 self.symm = SymmetricMemory(*self.group.symmetric_empty(nbytes, self.device))
         self._make_first_backend()
-        self.handle = next(_handles)
+        self.handle = _new_handle(self.settings)
         _buffers[self.handle] = self
 
     def _make_first_backend(self) -> None:
@@ -151,13 +164,16 @@ class MegaMoeBuffer:
         """The buffer's own instance of backend `name`, made on first use; BackendUnavailable if it cannot run on this buffer."""
         backend = self._backends.get(name)
         if backend is None:
-            if self._destroyed:
-                raise RuntimeError("buffer: it was destroyed (buffer.destroy()); make a new one with get_symm_buffer_for_mega_moe")
+            self._require_alive()
             made = backend_class(name, self.device)
             if name == "cuda" and self.symm is None:
                 raise BackendUnavailable(f"backend 'cuda' needs symmetric memory, but this buffer was made for backend {self.backend_name!r}")
             backend = self._backends[name] = made(self)
         return backend
+
+    def _require_alive(self) -> None:
+        if self._destroyed:
+            raise RuntimeError("buffer: it was destroyed (buffer.destroy()); make a new one with get_symm_buffer_for_mega_moe")
 
     def mark_published(self, a: torch.Tensor | None) -> None:
         """The exchanged routing in the buffer now belongs to the call whose activations are `a` (None: to no call that goes on)."""
@@ -185,16 +201,19 @@ class MegaMoeBuffer:
     @cached_property
     def x(self) -> torch.Tensor:
         """[num_max_tokens_per_rank, hidden] BF16: input of the forward-only calls (`bf16_mega_moe`), filled by the caller."""
+        self._require_alive()
         return torch.zeros(self.num_max_tokens_per_rank, self.hidden, dtype=torch.bfloat16, device=self.device)
 
     @cached_property
     def topk_idx(self) -> torch.Tensor:
         """[num_max_tokens_per_rank, num_topk] int64, -1 = no expert: input of the forward-only calls."""
+        self._require_alive()
         return torch.full((self.num_max_tokens_per_rank, self.num_topk), -1, dtype=torch.int64, device=self.device)
 
     @cached_property
     def topk_weights(self) -> torch.Tensor:
         """[num_max_tokens_per_rank, num_topk] FP32: input of the forward-only calls."""
+        self._require_alive()
         return torch.zeros(self.num_max_tokens_per_rank, self.num_topk, dtype=torch.float32, device=self.device)
 
     def destroy(self) -> None:

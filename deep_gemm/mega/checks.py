@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from deep_gemm import environment
 from deep_gemm.activation import SwiGLU, resolve_activation
 from deep_gemm.mega.backend import GRADIENTS, PRECISIONS, Problem, WeightGrads
 from deep_gemm.mega.buffer import check_precision
+from deep_gemm.reference.exchange import check_ids
 
 if TYPE_CHECKING:
     from deep_gemm.mega.buffer import MegaMoeBuffer
@@ -33,6 +34,12 @@ class CallOptions:
     backend: str
 
 
+def _number(name: str, value: object) -> float | None:
+    if value is None or isinstance(value, (int, float)):
+        return None if value is None else float(value)
+    raise TypeError(f"{name} = {value!r} ({type(value).__name__}): expected a number or None")
+
+
 def encode_options(
     buffer: MegaMoeBuffer,
     activation: str,
@@ -42,7 +49,7 @@ def encode_options(
     precision: str | None,
     backend: str | None,
 ) -> str:
-    clamp, alpha = (None if value is None else float(value) for value in (activation_clamp, activation_alpha))
+    clamp, alpha = _number("activation_clamp", activation_clamp), _number("activation_alpha", activation_alpha)
     return f"{activation};{clamp};{alpha};{save};{precision or buffer.precision};{backend or buffer.backend_name}"
 
 
@@ -156,17 +163,7 @@ def _check_values(problem: Problem) -> None:
             check_alignment(b13=problem.b13, b2=(problem.b2,))
         if not environment.flag("DG_DEBUG"):
             return
-    if problem.topk_idx.numel() == 0:
-        return
-    num_experts = problem.buffer.num_experts
-    low, high = torch.aminmax(problem.topk_idx)
-    if low >= -1 and high < num_experts:
-        return
-    bad = (problem.topk_idx < -1) | (problem.topk_idx >= num_experts)
-    token, slot = bad.nonzero()[0].tolist()
-    raise ValueError(
-        f"topk_idx[{token}, {slot}] = {problem.topk_idx[token, slot].item()}, but num_experts = {num_experts} (valid: -1 or 0..{num_experts - 1})"
-    )
+    check_ids(problem.topk_idx, problem.buffer.num_experts)
 
 
 def make_problem(
@@ -202,7 +199,7 @@ def check_dy(dy: object, problem: Problem) -> None:
 
 def check_needs(needs: object, problem: Problem) -> frozenset[str]:
     """`needs` without the biases' names where there are no biases."""
-    if isinstance(needs, str) or not all(name in GRADIENTS for name in needs):
+    if isinstance(needs, str) or not isinstance(needs, Collection) or not all(name in GRADIENTS for name in needs):
         raise ValueError(f"needs = {needs!r}: expected a collection of names out of {list(GRADIENTS)}")
     return frozenset(needs) - (frozenset(("b13", "b2")) if problem.b13 is None else frozenset())
 

@@ -11,13 +11,18 @@ import torch
 import torch.distributed as dist
 
 
-def _check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
+def check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
+    """ValueError for the first id that is neither -1 nor an expert; reads the values on the host."""
+    if topk_idx.numel() == 0:
+        return
+    low, high = torch.aminmax(topk_idx)
+    if low >= -1 and high < num_experts:
+        return
     bad = (topk_idx < -1) | (topk_idx >= num_experts)
-    if bad.any():
-        token, slot = bad.nonzero()[0].tolist()
-        raise ValueError(
-            f"topk_idx[{token}, {slot}] = {topk_idx[token, slot].item()}, but num_experts = {num_experts} (valid: -1 or 0..{num_experts - 1})"
-        )
+    token, slot = bad.nonzero()[0].tolist()
+    raise ValueError(
+        f"topk_idx[{token}, {slot}] = {topk_idx[token, slot].item()}, but num_experts = {num_experts} (valid: -1 or 0..{num_experts - 1})"
+    )
 
 
 class Exchange:
@@ -36,7 +41,7 @@ class Exchange:
         num_ranks = 1 if process_group is None else process_group.size()
         if num_experts % num_ranks:
             raise ValueError(f"num_experts = {num_experts}: expected a multiple of the number of ranks, {num_ranks}")
-        _check_ids(topk_idx, num_experts)
+        check_ids(topk_idx, num_experts)
         flat = topk_idx.reshape(-1).long()
         self._num_entries, self._num_topk = flat.numel(), topk_idx.shape[1]
         order = torch.argsort(flat, stable=True)
