@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -82,6 +83,8 @@ class MegaMoE(nn.Module):
             return None
         if self.group is not None or self.num_max_tokens_per_rank is not None:
             raise ValueError("buffer was given together with group or num_max_tokens_per_rank: expected one or the other, a buffer has both")
+        if not isinstance(buffer, MegaMoeBuffer):
+            raise TypeError(f"buffer = {type(buffer).__name__}: expected a MegaMoeBuffer (get_symm_buffer_for_mega_moe)")
         for name in ("hidden", "intermediate_hidden", "num_experts", "num_topk"):
             if getattr(buffer, name) != getattr(self, name):
                 raise ValueError(f"{name} = {getattr(self, name)}, but the buffer was made with {name} = {getattr(buffer, name)}; expected the same")
@@ -114,9 +117,9 @@ class MegaMoE(nn.Module):
         if self.buffer is None:
             self.make_buffer()
         y = mega_moe(
-            x.reshape(-1, self.hidden).contiguous(),
-            topk_idx.reshape(-1, self.num_topk).contiguous(),
-            topk_weights.reshape(-1, self.num_topk).contiguous(),
+            _rows(x),
+            _rows(topk_idx),
+            _rows(topk_weights),
             self.w13,
             self.w2,
             self.buffer,
@@ -127,10 +130,24 @@ class MegaMoE(nn.Module):
         )
         return y.view(x.shape)
 
+    def __deepcopy__(self, memo: dict) -> MegaMoE:
+        """Parameters are copied, the group and the buffer shared: neither can be copied, and averaged or reference models are made so."""
+        memo[id(self.group)] = self.group
+        other = memo[id(self)] = self.__class__.__new__(self.__class__)
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
+
     def extra_repr(self) -> str:
         text = f"hidden={self.hidden}, intermediate_hidden={self.intermediate_hidden}, num_experts={self.num_experts}, num_topk={self.num_topk}"
         text += f", num_local_experts={self.w2.shape[0]}, bias={self.b2 is not None}"
         return text + "".join(f", {name}={value!r}" for name, value in self.options.items() if value is not None)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[..., W] -> [rows, W]. By the tensor's own width: a wrong one must reach the checks, not be folded into more rows."""
+    if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+        return tensor  # for the checks too
+    return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
 
 def _group_size(group: Any) -> int:

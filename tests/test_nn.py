@@ -8,6 +8,7 @@ import pytest
 import torch
 from api_inputs import E, H, I, K, T, make_buffer, make_inputs, plain_moe
 
+from deep_gemm.mega.groups import SingleGroup
 from deep_gemm.nn import MegaMoE
 
 
@@ -38,6 +39,43 @@ def test_leading_dimensions_and_strides():
     torch.testing.assert_close(y.transpose(0, 1).reshape(12, H), flat)
 
 
+@pytest.mark.parametrize(
+    ("name", "spoil", "exception", "message"),
+    [
+        # Twice as wide and half as many: the same number of elements.
+        ("x", lambda x: x.view(-1, 2 * H), ValueError, r"x.shape = \(6, 20\): expected \(T, 10\)"),
+        ("topk_idx", lambda idx: idx.view(-1, 2 * K), ValueError, r"topk_idx.shape = \(6, 6\): expected \(12, 3\)"),
+        ("topk_weights", lambda p: p.view(-1, 2 * K), ValueError, r"topk_weights.shape = \(6, 6\): expected \(12, 3\)"),
+        ("x", lambda x: x.sum(), ValueError, r"x.shape = \(\): expected \(T, 10\)"),
+        ("x", lambda x: x.tolist(), TypeError, "x = list: expected a torch.Tensor"),
+    ],
+)
+def test_wrong_width_is_not_folded_into_rows(name, spoil, exception, message):
+    inputs = make_inputs(tokens=12)
+    arguments = {key: getattr(inputs, key) for key in ("x", "topk_idx", "topk_weights")}
+    with pytest.raises(exception, match=message):
+        make()(**(arguments | {name: spoil(arguments[name])}))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_deep_copy_shares_group_and_buffer(device):
+    class Uncopyable(SingleGroup):
+        """As a torch.distributed.ProcessGroup."""
+
+        def __reduce_ex__(self, protocol):
+            raise TypeError("cannot pickle 'ProcessGroup' object")
+
+    module = make(group=Uncopyable(), device=device)
+    other = copy.deepcopy(torch.nn.ModuleList([module]))[0]
+    assert type(other) is MegaMoE and other.group is module.group and other.buffer is module.buffer
+    assert other.options == module.options and other.options is not module.options
+    assert all(a is not b and a.shape == b.shape for a, b in zip(module.parameters(), other.parameters(), strict=True))
+    if device == "cpu":
+        with torch.no_grad():
+            other.w2.zero_()
+        assert module.w2.any() and not other(*make_inputs().args[:3]).any()
+
+
 def test_layers_share_a_buffer():
     buffer, inputs = make_buffer(), make_inputs()
     layers = [MegaMoE(H, I, E, K, buffer=buffer, dtype=torch.float64) for _ in range(2)]
@@ -56,13 +94,14 @@ def test_layers_share_a_buffer():
         ({"buffer": "made", "num_max_tokens_per_rank": T}, "buffer was given together with group or num_max_tokens_per_rank"),
         ({"buffer": "made", "num_max_tokens_per_rank": None, "num_topk": 2}, "num_topk = 2, but the buffer was made with num_topk = 3"),
         ({"precision": "int4"}, "precision = 'int4'"),
+        ({"buffer": 3, "num_max_tokens_per_rank": None}, "buffer = int: expected a MegaMoeBuffer"),
     ],
 )
 def test_bad_arguments(options, message):
     options = {"num_max_tokens_per_rank": T, "num_topk": K, "device": "cpu", **options}
-    if options.get("buffer"):
+    if options.get("buffer") == "made":
         options["buffer"] = make_buffer()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         MegaMoE(H, I, E, options.pop("num_topk"), **options)
 
 
