@@ -6,6 +6,7 @@ Names are loaded on first use, so that importing the package needs no GPU, drive
 from __future__ import annotations
 
 import importlib
+import os
 
 _NAMES_BY_MODULE = {
     "_version": ("__version__",),
@@ -34,11 +35,36 @@ _SUBMODULES = ("activation", "environment", "errors", "gemm", "jit", "mega", "nn
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605
 
 
+def _warn_if_shared() -> None:
+    """One listing of the folder (0.2 ms); the module that looks closer, and imports of its own (15 ms), only where there is something to see."""
+    folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    try:
+        alike = [name for name in os.listdir(folder) if name.endswith(".dist-info") and "gemm" in name.lower()]
+    except OSError:  # a zip file, or a folder that may only be entered: nothing can be said
+        return
+    if len(alike) > 1:
+        from .distributions import warn_if_shared
+
+        warn_if_shared(folder)
+
+
+_warn_if_shared()
+
+
+def _import(module: str) -> object:
+    try:
+        return importlib.import_module(f"deep_gemm.{module}")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError("deep_gemm needs PyTorch, which is not installed: pip install 'torch>=2.9'", name="torch") from error
+
+
 def __getattr__(name: str) -> object:
     if name in _MODULE_OF:
-        value = getattr(importlib.import_module(f"deep_gemm.{_MODULE_OF[name]}"), name)
+        value = getattr(_import(_MODULE_OF[name]), name)
     elif name in _SUBMODULES:
-        value = importlib.import_module(f"deep_gemm.{name}")
+        value = _import(name)
     else:
         raise AttributeError(f"module 'deep_gemm' has no attribute {name!r}")
     globals()[name] = value
