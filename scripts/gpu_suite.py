@@ -72,7 +72,7 @@ class Outcome:
 def stages(out: Path) -> list[Stage]:
     python, bench = sys.executable, ROOT / "scripts" / "bench"
     moe = [
-        Stage(f"bench-{shape}", 90, (python, str(bench / "mega_moe.py"), "--shape", shape, "--json", str(out / "mega-moe-h200.json")))
+        Stage(f"bench-{shape}", 90, (python, str(bench / "mega_moe.py"), "--shape", shape, "--sustained-s", "3", "--json", str(out / "mega-moe-h200.json")))
         for shape in ("qwen3-30b", "qwen3-235b", "deepseek-v3")
     ]
     return [
@@ -86,9 +86,17 @@ def stages(out: Path) -> list[Stage]:
         Stage("bad-input", 120, tests=("tests/gpu/test_bad_input.py",)),
         Stage("processes", 280, tests=("tests/gpu/test_mega_moe_ep.py",)),
         Stage("demo", 120, (python, "-m", "deep_gemm.demo", "--device", "cuda", "--out", str(out))),
-        Stage("bench-gemm", 120, (python, str(bench / "gemm.py"), "--json", str(out / "gemm-h200.json"))),
+        Stage("bench-gemm", 120, (python, str(bench / "gemm.py"), "--sustained-s", "1.5", "--json", str(out / "gemm-h200.json"))),
         *moe,
     ]
+
+
+def machine() -> str | None:
+    """GPU and driver, by nvidia-smi: this process keeps out of CUDA."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    return None
 
 
 class Suite:
@@ -98,6 +106,7 @@ class Suite:
         self.deadline = time.monotonic() + options.budget_s - RESERVE_S
         self.select = options.select
         self.outcomes: list[Outcome] = []
+        self.machine = machine()
         self.environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -207,7 +216,8 @@ class Suite:
             return code, log.read()
 
     def _save(self) -> None:
-        (self.out / "suite.json").write_text(json.dumps([asdict(outcome) for outcome in self.outcomes], indent=1) + "\n")
+        made = {"commit": self.environment.get("SOURCE_COMMIT"), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "machine": self.machine}
+        (self.out / "suite.json").write_text(json.dumps({**made, "stages": [asdict(outcome) for outcome in self.outcomes]}, indent=1) + "\n")
 
     @property
     def all_well(self) -> bool:

@@ -107,4 +107,4 @@ def test_limits_end_a_stage_with_all_that_it_started_and_skip_the_rest(tmp_path,
     while runs(child) and time.monotonic() - begin < 20:  # a killed process takes a moment to go
         time.sleep(0.05)
     assert not runs(child)
-    assert json.loads((tmp_path / "out" / "suite.json").read_text())[0]["stage"] == "slow"
+    assert json.loads((tmp_path / "out" / "suite.json").read_text())["stages"][0]["stage"] == "slow"

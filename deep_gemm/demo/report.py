@@ -1,4 +1,4 @@
-"""What a run leaves behind: loss.json, and loss.png where matplotlib is installed."""
+"""What a run leaves behind: loss.json, with commit and machine as every results file, and loss.png where matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from deep_gemm.testing import results
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Report:
         """Write into `folder`, which is made if missing; one line for each file, or for why there is none."""
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".loss.json.{os.getpid()}"
-        partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        partial.write_text(json.dumps({**results.environment(), **asdict(self)}, indent=1) + "\n")
         os.replace(partial, folder / "loss.json")
         return [f"wrote {folder / 'loss.json'}", self._plot(folder / "loss.png")]
 
