@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import importlib.util
 import json
 import os
@@ -24,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deep_gemm import jit
+
+KEPT = Path(__file__).resolve().parents[1] / "build" / "inspections"
 
 _USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 # SASS line: /*0040*/   @P0 HGMMA.64x256x16.F32.BF16 ... ;
@@ -88,8 +91,27 @@ def compiler_log(spec: jit.KernelSpec, path: Path | None) -> str:
 
 
 def inspect(spec: jit.KernelSpec) -> Inspection:
-    """Reads the cubin of `spec`, compiling it if the cache has none."""
+    """What the cubin of `spec` shows, compiling it if the cache has none. Half a second of disassembly a kernel, so it is kept under build/."""
     entry = jit.build(spec)
+    log = compiler_log(spec, entry.path)
+    # All that an inspection depends on.
+    parts = (entry.cubin, log.encode(), str(spec).encode(), Path(__file__).read_bytes())
+    kept = KEPT / f"{hashlib.sha256(b''.join(hashlib.sha256(part).digest() for part in parts)).hexdigest()}.json"
+    try:
+        values = json.loads(kept.read_text())
+        return Inspection(**{**values, "losses": tuple(values["losses"])})
+    except (FileNotFoundError, ValueError):
+        inspection = disassemble(spec, entry, log)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    # Whole or not at all: runs may overlap.
+    with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False) as file:
+        json.dump(dataclasses.asdict(inspection), file)
+    os.replace(file.name, kept)
+    return inspection
+
+
+def disassemble(spec: jit.KernelSpec, entry, log: str) -> Inspection:
+    """`inspect` from the cubin of `entry` and what ptxas said of it."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(entry.cubin)
@@ -98,7 +120,7 @@ def inspect(spec: jit.KernelSpec) -> Inspection:
     if list(usage) != [spec.name] or not opcodes["EXIT"]:
         raise RuntimeError(f"{spec}: cuobjdump shows functions {list(usage)} with {opcodes.total()} instructions, expected {spec.name}")
     registers, stack, shared, local = usage[spec.name]
-    losses = tuple(line.strip() for line in _LOSS.findall(compiler_log(spec, entry.path)))
+    losses = tuple(line.strip() for line in _LOSS.findall(log))
     local_accesses = opcodes["LDL"] + opcodes["STL"]
     return Inspection(
         spec.name, str(spec), registers, shared, stack, local, opcodes["HGMMA"], local_accesses, len(entry.cubin), losses

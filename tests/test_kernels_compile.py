@@ -18,11 +18,12 @@ from deep_gemm import CompileError, jit
 
 
 @pytest.fixture(scope="module")
-def check_kernels():
+def check_kernels(tmp_path_factory):
     spec = importlib.util.spec_from_file_location("check_kernels", REPOSITORY / "scripts" / "check_kernels.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
+    module.KEPT = tmp_path_factory.mktemp("kept")  # nothing that an earlier run has read
     yield module
     del sys.modules[spec.name]
 
@@ -75,6 +76,22 @@ def test_losses_are_found_without_the_kept_log(check_kernels, tmp_path, monkeypa
     path.with_suffix(".log").unlink()
     assert "Used" in kept and "Used" in check_kernels.compiler_log(spec, path)
     assert "Used" in check_kernels.compiler_log(spec, None)
+
+
+def test_only_changed_machine_code_is_read_again(check_kernels, tmp_path, monkeypatch):
+    monkeypatch.setenv("DG_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(check_kernels, "KEPT", tmp_path / "kept")
+    reads = []
+    cuobjdump = check_kernels.cuobjdump
+    monkeypatch.setattr(check_kernels, "cuobjdump", lambda option, cubin: reads.append(option) or cuobjdump(option, cubin))
+    first = check_kernels.inspect(echo_spec())
+    assert reads == ["-res-usage", "-sass"]
+    assert check_kernels.inspect(echo_spec()) == first and len(reads) == 2
+    (kept,) = (tmp_path / "kept").iterdir()
+    kept.write_text("{")  # a damaged one is made anew
+    assert check_kernels.inspect(echo_spec()) == first and len(reads) == 4
+    check_kernels.inspect(echo_spec(threads=128))
+    assert len(reads) == 6
 
 
 def test_gemm_without_tensor_cores_is_a_fault(check_kernels, tmp_path, monkeypatch):
