@@ -34,11 +34,12 @@ def get_symm_buffer_for_mega_moe(
     group                    None (one rank), a torch.distributed.ProcessGroup, or a rank of a deep_gemm.testing.VirtualGroup
     num_experts              E, a multiple of the number of ranks R; rank r holds experts r*E/R .. (r+1)*E/R - 1
     num_max_tokens_per_rank  bound on T of every call; sizes the symmetric memory
-    num_topk                 K, 1..16
+    num_topk                 K, 1..16, at most E
     hidden, intermediate_hidden  H and I; multiples of 128 on CUDA, any on the reference
     precision                default of the calls: "bf16" | "fp8" | "mxfp8" | "fp8_bwd" (CUDA: "bf16")
     device                   default: the current CUDA device, or the CPU where there is none
-    capacity_factor          rows that are held at once, in units of T*K; decides speed and memory, never the result
+    capacity_factor          rows that are held at once, in units of T*K; decides speed and memory, never the bits of y, dx, dp;
+                             the weight gradient of an expert that a round cuts is summed in another order
     backend                  "cuda" | "reference"; default by device
     Raises    ValueError / TypeError on every rank for a bad setting or one that differs between ranks (names it and both values);
               BackendUnavailable where the backend cannot run (no GPU, driver too old, no symmetric memory); NotImplementedError (precision)
