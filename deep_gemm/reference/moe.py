@@ -2,7 +2,8 @@
 
     y[t] = sum_k topk_weights[t,k] * (W2[e] . swiglu(W13[e] . x[t] + b13[e]) + b2[e]),   e = topk_idx[t,k], nothing where e = -1
 
-`forward` and `backward` are the whole layer; `Call` has the steps that the reference backend runs apart.
+On CUDA torch's own setting decides whether FP32 matmuls may be TF32 (torch.backends.cuda.matmul.allow_tf32, off by default): a truth to
+measure others by wants it off, or dtype=torch.float64. `forward` and `backward` are the whole layer; `Call` has the steps that the reference backend runs apart.
 """
 
 from __future__ import annotations
