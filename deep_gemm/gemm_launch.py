@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from . import _C, environment, jit
+from .errors import BackendUnavailable
 from .jit import CppType, KernelSpec
 
 BLOCK_M, BLOCK_K = 128, 64
@@ -153,8 +154,11 @@ def _device_sms(device: int) -> int:
 
 
 def get_num_sms(device: int | None = None) -> int:
-    """Number of SMs that persistent kernels use on `device` (default: the current one)."""
-    total = _device_sms(torch.cuda.current_device() if device is None else device)
+    """Number of SMs that persistent kernels use on `device` (default: the current one). BackendUnavailable without a CUDA device."""
+    try:
+        total = _device_sms(torch.cuda.current_device() if device is None else device)
+    except (AssertionError, RuntimeError) as error:  # torch: built without CUDA, no driver
+        raise BackendUnavailable(f"get_num_sms: no CUDA device: torch says: {error}") from error
     return total if _num_sms is None else min(_num_sms, total)
 
 

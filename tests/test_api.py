@@ -380,7 +380,10 @@ def test_forward_only_names():
     with pytest.raises(NotImplementedError, match="cumulative_local_expert_recv_stats"):
         deep_gemm.bf16_mega_moe(y, l1, l2, buffer, torch.zeros(E, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"y.shape = \(40, 10\)"):
-        deep_gemm.bf16_mega_moe(torch.zeros(40, H), l1, l2, buffer)
+        deep_gemm.bf16_mega_moe(torch.zeros(40, H, dtype=torch.bfloat16), l1, l2, buffer)
+    for bad, message in ((None, "y = NoneType: expected a torch.Tensor"), (y.float(), "y.dtype = torch.float32: expected torch.bfloat16")):
+        with pytest.raises(TypeError, match=message):
+            deep_gemm.bf16_mega_moe(bad, l1, l2, buffer)
 
 
 def test_forced_cuda_without_a_gpu_is_one_clear_sentence():
@@ -392,6 +395,12 @@ def test_forced_cuda_without_a_gpu_is_one_clear_sentence():
         with pytest.raises(BackendUnavailable, match="backend 'cuda' is unavailable: .*(built without CUDA|no usable NVIDIA GPU|driver is too old)"):
             deep_gemm.get_symm_buffer_for_mega_moe(None, 8, T, K, 128, 128, device="cuda")
     deep_gemm.mega_moe_fwd(*inputs.args, buffer)  # the next good call works
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_number_of_sms_without_a_gpu_is_one_clear_sentence():
+    with pytest.raises(deep_gemm.BackendUnavailable, match="get_num_sms: no CUDA device: torch says: "):
+        deep_gemm.get_num_sms()
 
 
 def test_import_is_lazy_and_lists_its_names():

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from deep_gemm.mega import checks
 from deep_gemm.mega.api import mega_moe_fwd
 from deep_gemm.mega.buffer import MegaMoeBuffer
 
@@ -37,6 +38,9 @@ def bf16_mega_moe(
     """
     if cumulative_local_expert_recv_stats is not None:
         raise NotImplementedError("cumulative_local_expert_recv_stats: no kernel counts received rows for the caller yet; pass None")
+    checks.check_types(sym_buffer, y=y)
+    if y.dtype != sym_buffer.x.dtype:
+        raise TypeError(f"y.dtype = {y.dtype}: expected {sym_buffer.x.dtype}")
     if y.dim() != 2 or y.shape[1] != sym_buffer.hidden or y.shape[0] > sym_buffer.num_max_tokens_per_rank:
         raise ValueError(f"y.shape = {tuple(y.shape)}: expected (T, {sym_buffer.hidden}) with T <= {sym_buffer.num_max_tokens_per_rank}")
     num_tokens = y.shape[0]
