@@ -3,7 +3,8 @@
 spec.py      KernelSpec: template, Config values, architecture -> source text
 headers.py   include roots, shims, digest of all reachable headers
 compiler.py  NVRTC: source -> cubin, key, error text
-cache.py     cubins on disk: locks, atomic writes, digests, the read-only pack
+cache.py     cubins on disk: locks, atomic writes, digests
+pack.py      cubins that came with the wheel: manifest, look-up, writing a pack
 driver.py    CUDA driver: entry points for the extension, contexts
 loader.py    cubin -> kernel on a device, launch
 warmup.py    many specs at once, in parallel processes (worker.py is such a process)
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import cache, compiler, headers, loader
+from ..errors import BackendUnavailable
+from . import cache, compiler, headers, loader, pack
 from .driver import device_arch
 from .loader import LoadedKernel, build, load
 from .shipped import register_shipped, shipped_specs
@@ -39,19 +41,25 @@ __all__ = [
 
 
 def status() -> dict[str, Any]:
-    """Where kernels come from in this process, for a bug report. Raises BackendUnavailable when there is no compiler.
+    """Where kernels come from in this process, for a bug report.
 
-    cache_dir, cache_writable, pack_dir (None: no pack came with the package); hits_memory, hits_pack, hits_disk, misses (compilations),
-    corrupted (files refused), compile_seconds; nvrtc: its version; include_roots; loaded: kernels on devices."""
-    tools = compiler.toolchain()
+    cache_dir, cache_writable; pack: {dir, entries, toolchain, cuda_major, usable, reason (why not usable), hits}; hits_memory, hits_pack,
+    hits_disk, misses (compilations), corrupted (files refused), compile_seconds; nvrtc: its version, None where there is none or no headers
+    for it, and nvrtc_missing says what to install; include_roots; loaded: kernels on devices."""
+    tools, missing = None, None
+    try:
+        tools = compiler.toolchain()
+    except BackendUnavailable as error:
+        missing = str(error)
     counted = {name: cache.counters[name] for name in ("hits_memory", "hits_pack", "hits_disk", "misses", "corrupted", "compile_seconds")}
     return {
         "cache_dir": str(cache.directory()),
         "cache_writable": cache.writable(),
-        "pack_dir": str(cache.PACK) if cache.PACK.is_dir() else None,
+        "pack": pack.status(),
         **counted,
-        "nvrtc": f"{tools.version[0]}.{tools.version[1]}",
-        "include_roots": [str(root) for root in tools.roots],
+        "nvrtc": f"{tools.version[0]}.{tools.version[1]}" if tools else None,
+        "nvrtc_missing": missing,
+        "include_roots": [str(root) for root in tools.roots] if tools else [],
         "loaded": loader.count(),
     }
 
@@ -61,3 +69,4 @@ def clear() -> None:
     cache.clear()
     loader.forget()
     headers.clear_memo()
+    pack.clear_memo()

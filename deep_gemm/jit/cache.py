@@ -22,14 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .. import environment
-from . import headers
 
 _MAGIC = b"DGCUBIN1"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 # A compilation takes seconds; who waits longer than this compiles for himself (a stopped process may hold the lock).
 LOCK_WAIT_SECONDS = 300.0
 
-PACK = headers.PACKAGE / "kernel_pack"  # cubins that came with the package, read-only; may be absent
 counters: Counter[str] = Counter()  # hits_memory, hits_pack, hits_disk, misses, corrupted; compile_seconds
 
 # NVRTC compiles one program at a time per process, and POSIX locks do not exclude the threads of a process: one lock serves both.
@@ -75,7 +73,8 @@ def writable() -> bool:
 
 
 @functools.cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
+    """RuntimeWarning, the first time that the process says this."""
     warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
@@ -89,7 +88,7 @@ def unseal(data: bytes) -> bytes | None:
     return cubin if cubin and mark == _MAGIC + hashlib.sha256(cubin).digest() else None
 
 
-def _read(path: Path, origin: str) -> Entry | None:
+def _read(path: Path) -> Entry | None:
     try:
         cubin = unseal(path.read_bytes())
     except OSError:
@@ -97,13 +96,13 @@ def _read(path: Path, origin: str) -> Entry | None:
     if cubin is None:
         counters["corrupted"] += 1
         return None
-    return Entry(path.stem, cubin, origin, path)
+    return Entry(path.stem, cubin, "disk", path)
 
 
 def find(key: str) -> Entry | None:
-    """The cubin from the pack or the disk."""
+    """The cubin of `key` from the disk."""
     root = directory()
-    return _read(PACK / f"{key}.cubin", "pack") or (_read(root / f"{key}.cubin", "disk") if root else None)
+    return _read(root / f"{key}.cubin") if root else None
 
 
 def _write(root: Path, name: str, data: bytes) -> None:
@@ -122,14 +121,14 @@ def _write(root: Path, name: str, data: bytes) -> None:
 
 def _store(root: Path | None, key: str, cubin: bytes, log: str) -> Path | None:
     if root is None:
-        _warn_once("no home directory: set DG_CACHE_DIR to keep compiled kernels; each process compiles them anew")
+        warn_once("no home directory: set DG_CACHE_DIR to keep compiled kernels; each process compiles them anew")
         return None
     try:
         root.mkdir(parents=True, exist_ok=True)
         _write(root, f"{key}.log", log.encode())
         _write(root, f"{key}.cubin", seal(cubin))
     except OSError as error:
-        _warn_once(
+        warn_once(
             f"cannot write compiled kernels to {root} ({error.strerror}): each process compiles them anew; "
             "set DG_CACHE_DIR to a writable folder"
         )
@@ -165,19 +164,19 @@ def _acquire(descriptor: int, root: Path) -> bool:
             return True
         except OSError as error:
             if error.errno in _NO_LOCKS:
-                _warn_once(f"{root} is on a file system without locks: processes that start together compile the same kernels")
+                warn_once(f"{root} is on a file system without locks: processes that start together compile the same kernels")
                 return False
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
         if time.monotonic() > deadline:
-            _warn_once(f"waited {LOCK_WAIT_SECONDS:.0f} s for another process to compile (locks in {root / 'locks'}): compiling here too")
+            warn_once(f"waited {LOCK_WAIT_SECONDS:.0f} s for another process to compile (locks in {root / 'locks'}): compiling here too")
             return False
         time.sleep(pause)
         pause = min(2 * pause, 0.25)
 
 
 def get_or_build(key: str, build: Callable[[], tuple[bytes, str]]) -> Entry:
-    """The cubin of `key`; `build` makes (cubin, text of the log file) when neither pack nor disk has it, in one process at a time."""
+    """The cubin of `key`; `build` makes (cubin, text of the log file) when the disk lacks it, in one process at a time."""
     entry = find(key)
     if entry is None:
         root = directory()
@@ -189,7 +188,7 @@ def get_or_build(key: str, build: Callable[[], tuple[bytes, str]]) -> Entry:
                 counters["misses"] += 1
                 counters["compile_seconds"] += time.perf_counter() - begin
                 return Entry(key, cubin, "compiled", _store(root, key, cubin, log))
-    counters[f"hits_{entry.origin}"] += 1
+    counters["hits_disk"] += 1
     return entry
 
 

@@ -31,6 +31,11 @@ class Toolchain:
     roots: tuple[Path, ...]
     cuda_include: Path
 
+    @property
+    def identity(self) -> str:
+        """What decides the code besides sources and flags, as it enters the key."""
+        return f"nvrtc {self.version[0]}.{self.version[1]} {self.build}"
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -123,18 +128,18 @@ def flags(arch: str) -> tuple[str, ...]:
     return (f"-arch={arch}", *_FLAGS)
 
 
-def key(spec: KernelSpec) -> str:
-    """Name of the kernel's cubin: source, reachable headers, flags, compiler. Equal on every machine where these are equal."""
-    tools = toolchain()
+def make_key(spec: KernelSpec, headers_digest: str, toolchain: str) -> str:
+    """Name of a cubin: generated source, headers, flags, compiler. Equal on every machine where these are equal."""
     state = hashlib.sha256()
-    for part in (
-        spec.source,
-        headers.closure_digest(spec.header, tools.roots),
-        *flags(spec.arch),
-        f"nvrtc {tools.version[0]}.{tools.version[1]} {tools.build}",
-    ):
+    for part in (spec.source, headers_digest, *flags(spec.arch), toolchain):
         state.update(part.encode() + b"\0")
     return state.hexdigest()
+
+
+def key(spec: KernelSpec) -> str:
+    """Name of the kernel's cubin in the disk cache: by the headers that it reaches, and this machine's compiler."""
+    tools = toolchain()
+    return make_key(spec, headers.closure_digest(spec.header, tools.roots), tools.identity)
 
 
 def _check(nvrtc, result: Sequence) -> object:

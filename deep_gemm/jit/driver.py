@@ -21,10 +21,9 @@ class Driver:
             raise BackendUnavailable(f"cuda-bindings is not installed ({error}): pip install 'cuda-bindings>=13.0.3,<14'") from error
         self.cu = cu
         try:
-            number = self.check("cuDriverGetVersion", cu.cuDriverGetVersion())
+            self.version = _split_version(self.check("cuDriverGetVersion", cu.cuDriverGetVersion()))
         except RuntimeError as error:
             raise BackendUnavailable(f"no CUDA driver on this machine ({error}): kernels need an NVIDIA GPU and its driver") from error
-        self.version = (number // 1000, number % 1000 // 10)
         try:
             self.check("cuInit", cu.cuInit(0))
         except RuntimeError as error:
@@ -84,6 +83,22 @@ class Driver:
     def attribute(self, device: int, name: str) -> int:
         attribute = getattr(self.cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return self.check("cuDeviceGetAttribute", self.cu.cuDeviceGetAttribute(attribute, device))
+
+
+def _split_version(number: int) -> tuple[int, int]:
+    return number // 1000, number % 1000 // 10
+
+
+@functools.cache
+def cuda_version() -> tuple[int, int] | None:
+    """(major, minor) of CUDA that the driver supports; None without a driver. Does not start the driver, so a child made by fork still may."""
+    try:
+        from cuda.bindings import driver as cu
+
+        status, number = cu.cuDriverGetVersion()
+    except (ImportError, RuntimeError):  # no cuda-bindings; no libcuda
+        return None
+    return None if int(status) else _split_version(number)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import threading
 
 from .. import environment
 from ..errors import BackendUnavailable
-from . import cache, compiler, driver
+from . import cache, compiler, driver, pack
 from .cache import Entry
 from .spec import KernelSpec
 
@@ -83,9 +83,14 @@ _loaded: dict[tuple[KernelSpec, int], LoadedKernel] = {}
 _load_lock = threading.Lock()
 
 
-def build(spec: KernelSpec) -> Entry:
-    """The cubin of `spec` from pack, disk or compiler. Needs no GPU. `Entry.path` is its file (cuobjdump reads it)."""
+def _from_pack(spec: KernelSpec) -> Entry | None:
+    entry = pack.find(spec)
+    if entry is not None:
+        cache.counters["hits_pack"] += 1
+    return entry
 
+
+def _from_disk_or_compiler(spec: KernelSpec) -> Entry:
     def compile_now() -> tuple[bytes, str]:
         compiled = compiler.compile_spec(spec)
         report = f"{spec}\n{' '.join(compiler.flags(spec.arch))}\n{compiled.seconds:.2f} s\n{compiled.log}"
@@ -96,13 +101,23 @@ def build(spec: KernelSpec) -> Entry:
     return cache.get_or_build(compiler.key(spec), compile_now)
 
 
-def _check_device(spec: KernelSpec, device_index: int) -> None:
+def build(spec: KernelSpec) -> Entry:
+    """The cubin of `spec` from pack, disk or compiler. Needs no GPU; a kernel of the pack needs no compiler either. `Entry.path` is its
+    file (cuobjdump reads it)."""
+    return _from_pack(spec) or _from_disk_or_compiler(spec)
+
+
+def _check_driver() -> None:
+    """Raises BackendUnavailable when the driver cannot load what this machine's compiler makes."""
     version, tools = driver.get().version, compiler.toolchain()
     if version[0] < tools.version[0]:
         raise BackendUnavailable(
             f"the driver supports CUDA {version[0]}.{version[1]}, the compiler is NVRTC {tools.version[0]}.{tools.version[1]}: its cubins "
             f"need a driver for CUDA {tools.version[0]}; update the driver, or install torch and NVRTC for CUDA {version[0]}"
         )
+
+
+def _check_device(spec: KernelSpec, device_index: int) -> None:
     arch = driver.device_arch(device_index)
     if arch.rstrip("af") != spec.arch.rstrip("af"):
         raise BackendUnavailable(f"kernel {spec}, but device {device_index} is {arch.rstrip('a')}")
@@ -117,7 +132,10 @@ def load(spec: KernelSpec, device_index: int) -> LoadedKernel:
     with _load_lock:
         if (spec, device_index) not in _loaded:
             _check_device(spec, device_index)
-            entry = build(spec)
+            entry = _from_pack(spec)
+            if entry is None:
+                _check_driver()
+                entry = _from_disk_or_compiler(spec)
             kernel = LoadedKernel(spec, device_index, entry.cubin)
             if environment.flag("DG_JIT_VERBOSE"):
                 sizes = f"{kernel.registers} registers, {kernel.spill_bytes} bytes of local memory"

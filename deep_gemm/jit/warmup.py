@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..errors import CompileError
-from . import cache, compiler, headers, loader
+from . import cache, compiler, headers, loader, pack
 from .spec import KernelSpec
 
 
@@ -111,13 +111,13 @@ def warmup(specs: Iterable[KernelSpec], max_workers: int | None = None, *, progr
     max_workers  processes; default: one per core of this process
     progress     print a line per kernel to stderr
     Returns      WarmupReport; a kernel that does not compile is in its `failures` and does not stop the others
-    Raises       BackendUnavailable when NVRTC or the headers are missing
+    Raises       BackendUnavailable when a kernel is not in the pack and NVRTC or the headers are missing
     """
     begin, report, todo = time.perf_counter(), WarmupReport(), queue.SimpleQueue()
     unique = list(dict.fromkeys(specs))
     pending = []
     for spec in unique:
-        if cache.find(compiler.key(spec)):
+        if pack.find(spec) or cache.find(compiler.key(spec)):
             _record(report, spec, {"origin": "cached"}, progress, len(unique))
         else:
             pending.append(spec)
