@@ -36,6 +36,13 @@ class BuildExt(build_ext):
         fetch_headers()  # an in-place build of the extension alone must leave a source tree that can compile kernels
         super().run()
 
+    def build_extensions(self) -> None:
+        # A Python built from source adds its own library folders to every link. The extension needs nothing of them, and with them its
+        # bytes would depend on the machine.
+        linker = [option for option in self.compiler.linker_so if not option.startswith(("-L", "-Wl,-rpath"))]
+        self.compiler.set_executable("linker_so", linker)
+        super().build_extensions()
+
 
 def relative(paths: list[Path]) -> list[str]:
     return sorted(str(path.relative_to(PROJECT)) for path in paths)
@@ -52,7 +59,9 @@ setup(
             depends=relative([*(PROJECT / "csrc").glob("*.h"), *SHARED_HEADERS]),
             include_dirs=["deep_gemm/include", "csrc"],
             define_macros=[("Py_LIMITED_API", "0x030A0000")],
-            extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-missing-field-initializers"],
+            # -g0, -s: debug information holds the paths of the build, and two builds of one commit give the same bytes.
+            extra_compile_args=["-std=c11", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-missing-field-initializers"],
+            extra_link_args=["-Wl,-s"],
             py_limited_api=True,
         )
     ],

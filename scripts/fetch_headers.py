@@ -6,6 +6,8 @@ copied: at run time they come from nvidia-cuda-runtime, which torch requires.
 
     python scripts/fetch_headers.py [--destination DIR] [--wheels DIR] [--force]
 
+DEEP_GEMM_HEADER_WHEELS=DIR in the environment is --wheels for every build, pip's included: no network then.
+
 Layout (include roots: third_party/, third_party/cutlass/, third_party/cccl/):
     third_party/cutlass/{cute,cutlass}/...    third_party/cutlass/LICENSE
     third_party/cccl/{cuda,nv}/...            third_party/cccl/LICENSE
@@ -97,7 +99,7 @@ def download(wheels: Path) -> None:
     if result.returncode:
         raise RuntimeError(
             f"pip could not fetch the pinned headers of {REQUIREMENTS} (exit {result.returncode}):\n{result.stdout}\n"
-            "Needed: a package index that pip can reach, or both wheels in a folder given as PIP_FIND_LINKS."
+            "Needed: a package index that pip can reach, or both wheels in a folder named by DEEP_GEMM_HEADER_WHEELS."
         )
 
 
@@ -169,10 +171,12 @@ def write_tree(wheels: Path, tree: Path) -> None:
 def fetch(destination: Path = DESTINATION, wheels: Path | None = None, force: bool = False) -> bool:
     """Makes `destination` current; True when it was rebuilt.
 
-    wheels  a folder that holds the two pinned wheels already (checked by hash); None: pip fetches them
+    wheels  a folder that holds the two pinned wheels already (checked by hash); None: DEEP_GEMM_HEADER_WHEELS, else pip fetches them
     """
     if is_current(destination) and not force:
         return False
+    if wheels is None and os.environ.get("DEEP_GEMM_HEADER_WHEELS"):
+        wheels = Path(os.environ["DEEP_GEMM_HEADER_WHEELS"])
     destination.parent.mkdir(parents=True, exist_ok=True)
     # Made beside the destination and renamed, so that a killed or concurrent build never leaves half a tree that looks current.
     with tempfile.TemporaryDirectory(prefix=".headers-", dir=destination.parent) as scratch:
