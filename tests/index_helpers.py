@@ -65,14 +65,16 @@ def run(*command: object, cwd: Path, env: dict[str, str] | None = None) -> str:
     return result.stdout
 
 
+def locked_from(lock: Path) -> dict[str, str]:
+    """Index of each project in a uv.lock."""
+    return dict(re.findall(r'^name = "([^"]+)"\nversion = .*\nsource = \{ registry = "([^"]+)"', lock.read_text(), re.MULTILINE))
+
+
 def locked(lock: Path, project: str) -> tuple[str, str, str]:
-    """(index, address of the wheel, its SHA-256) of a project in a uv.lock."""
-    (entry,) = [part for part in lock.read_text().split("[[package]]") if f'name = "{project}"\n' in part.partition("dependencies")[0]]
-    (index,), ((address, digest),) = (
-        re.findall(r'source = \{ registry = "([^"]+)"', entry),
-        re.findall(r'url = "([^"]+\.whl)", hash = "sha256:(\w+)"', entry),
-    )
-    return index, address, digest
+    """(index, address of the wheel, its SHA-256) of a project with one wheel in a uv.lock."""
+    (entry,) = [part for part in lock.read_text().split("[[package]]") if part.startswith(f'\nname = "{project}"\n')]
+    ((address, digest),) = re.findall(r'url = "([^"]+\.whl)", hash = "sha256:(\w+)"', entry)
+    return locked_from(lock)[project], address, digest
 
 
 def make_wheel(folder: Path, name: str, version: str, text: str = "", requires: tuple[str, ...] = ()) -> Path:
