@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -24,7 +25,6 @@ import audit_wheel
 import fetch_headers
 
 PROJECT = Path(__file__).resolve().parent.parent
-WORK = PROJECT / "build" / "release"
 HEADER_WHEELS = PROJECT / "build" / "header-wheels"
 ARCHITECTURES = ("x86_64", "aarch64")
 ENTRY = Path(sys.executable).parent  # of the tools' commands; not resolved: python is a link out of the environment
@@ -38,7 +38,8 @@ def run(*command: object, cwd: Path = PROJECT, capture: bool = False, **environm
         stderr=None if capture else subprocess.STDOUT,
     )  # fmt: skip
     if result.returncode:
-        sys.exit(f"{' '.join(text)} (exit {result.returncode}, in {cwd}):\n{result.stdout}")
+        tail = "\n".join(result.stdout.splitlines()[-40:])  # a build lists every file before it says what is wrong
+        sys.exit(f"{' '.join(text)} (exit {result.returncode}, in {cwd}):\n{tail}")
     return result.stdout
 
 
@@ -66,11 +67,11 @@ def add_pack(tree: Path, python: str) -> None:
     print(run(python, "scripts/build_pack.py", "--out", "deep_gemm/kernel_pack", cwd=tree, **environment), end="")
 
 
-def make_sdist(tree: Path, epoch: int) -> Path:
+def make_sdist(tree: Path, epoch: int, work: Path) -> Path:
     """The source distribution, written anew so that its bytes depend on names and contents alone."""
-    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", WORK / "raw", cwd=tree)
-    (raw,) = (WORK / "raw").glob("*.tar.gz")
-    path = WORK / raw.name
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", work / "raw", cwd=tree)
+    (raw,) = (work / "raw").glob("*.tar.gz")
+    path = work / raw.name
     with (
         tarfile.open(raw) as source,
         open(path, "wb") as file,
@@ -96,12 +97,13 @@ def compiler_environment(architecture: str, folder: Path) -> dict[str, str]:
     wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ziglang cc -target {architecture}-linux-gnu.2.17 "$@"\n')
     wrapper.chmod(0o755)
     audit_wheel.check_headers(wrapper, folder)
-    return {"CC": str(wrapper), "LDSHARED": f"{wrapper} -shared", "_PYTHON_HOST_PLATFORM": f"linux-{architecture}"}
+    command = shlex.quote(str(wrapper))
+    return {"CC": command, "LDSHARED": f"{command} -shared", "_PYTHON_HOST_PLATFORM": f"linux-{architecture}"}
 
 
-def make_wheel(sdist: Path, architecture: str) -> Path:
+def make_wheel(sdist: Path, architecture: str, work: Path) -> Path:
     """A manylinux wheel of the source distribution."""
-    folder = WORK / architecture
+    folder = work / architecture
     folder.mkdir()
     with tarfile.open(sdist) as packed:
         packed.extractall(folder, filter="data")
@@ -115,10 +117,9 @@ def make_wheel(sdist: Path, architecture: str) -> Path:
     return wheel
 
 
-def check_pack(wheel: Path, python: str) -> str:
+def check_pack(wheel: Path, python: str, work: Path) -> str:
     """Every shipped kernel comes from the pack of the unpacked wheel, where nothing can compile."""
-    site = WORK / "site"
-    shutil.rmtree(site, ignore_errors=True)
+    site = work / "site"
     zipfile.ZipFile(wheel).extractall(site)
     script = (
         "from deep_gemm import jit\nfrom deep_gemm.errors import BackendUnavailable\n"
@@ -134,6 +135,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="build_wheels", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=PROJECT / "dist")
     parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
+    parser.add_argument("--work", type=Path, default=PROJECT / "build" / "release", help="folder for everything in between; emptied first")
     parser.add_argument("--allow-dirty", action="store_true", help="build the checkout as it is, not only a commit")
     parser.add_argument("--kernel-python", required=True, help="interpreter of the environment that compiles kernels")
     return parser.parse_args()
@@ -142,20 +144,21 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     os.umask(0o022)
-    shutil.rmtree(WORK, ignore_errors=True)
-    tree = WORK / "source"
+    work = options.work.resolve()
+    shutil.rmtree(work, ignore_errors=True)
+    tree = work / "source"
     tree.mkdir(parents=True)
     if not HEADER_WHEELS.is_dir():
         fetch_headers.download(HEADER_WHEELS)  # once; their hashes are checked at every use
     os.environ["DEEP_GEMM_HEADER_WHEELS"] = str(HEADER_WHEELS)
     os.environ["SOURCE_DATE_EPOCH"] = epoch = export(options.allow_dirty, tree)
     add_pack(tree, options.kernel_python)
-    sdist = make_sdist(tree, int(epoch))
-    wheels = [make_wheel(sdist, architecture) for architecture in options.arch]
+    sdist = make_sdist(tree, int(epoch), work)
+    wheels = [make_wheel(sdist, architecture, work) for architecture in options.arch]
     for wheel in wheels:
         audit_wheel.audit(wheel)
         if platform.machine() in wheel.name:
-            print(check_pack(wheel, options.kernel_python))
+            print(check_pack(wheel, options.kernel_python, work))
     run(ENTRY / "twine", "check", "--strict", sdist, *wheels)
     options.out.mkdir(parents=True, exist_ok=True)
     for path in (sdist, *wheels):
