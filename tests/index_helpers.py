@@ -77,15 +77,15 @@ def locked(lock: Path, project: str) -> tuple[str, str, str]:
     return locked_from(lock)[project], address, digest
 
 
-def make_wheel(folder: Path, name: str, version: str, text: str = "", requires: tuple[str, ...] = ()) -> Path:
+def make_wheel(folder: Path, name: str, version: str, text: str = "", requires: tuple[str, ...] = (), platform: str = "any") -> Path:
     """A small wheel with one module."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    path, info = folder / f"{name}-{version}-py3-none-{platform}.whl", f"{name}-{version}.dist-info"
     depends = "".join(f"Requires-Dist: {line}\n" for line in requires)
     files = {
         f"{name}.py": f"text = {text!r}\n",
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Python: >=3.10,<4\n{depends}",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-{platform}\n",
     }
     with zipfile.ZipFile(path, "w") as archive:
         for member, content in {**files, f"{info}/RECORD": "".join(f"{member},,\n" for member in [*files, f"{info}/RECORD"])}.items():

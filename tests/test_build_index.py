@@ -201,6 +201,21 @@ def test_landing_page_tells_people_how_and_loads_nothing_from_elsewhere(site, tm
         assert sha256(site / unquote(address)) == digest == sha256(file) and f"sha256:{digest}" in text
 
 
+def test_addresses_of_wheels_for_two_architectures_can_be_copied_together(site, tmp_path):
+    platforms = ("manylinux2014_aarch64.manylinux_2_17_aarch64", "manylinux_2_28_x86_64")
+    wheels = [make_wheel(tmp_path / "dist", NAME, "1.0", platform=platform) for platform in platforms]
+    add(site, tmp_path / "dist", url="https://k.example")
+    addresses = [f"{PROJECT} @ https://k.example/pool/{wheel.name}#sha256={sha256(wheel)}" for wheel in wheels]
+    both = f"{addresses[0]} ; platform_machine == 'aarch64'\n{addresses[1]} ; platform_machine == 'x86_64'"
+    assert both in html.unescape((site / "index.html").read_text())
+    with serve(site) as (url, asked):
+        (tmp_path / "requirements.txt").write_text(both.replace("https://k.example", url))
+        pip("install", "--dry-run", "--quiet", "-r", "requirements.txt", cwd=tmp_path)
+    assert {path.partition("-py3")[2].partition(".metadata")[0] for path in asked} == {
+        f"-none-{platforms[os.uname().machine == 'x86_64']}.whl"
+    }
+
+
 def test_plus_of_a_local_version_is_quoted_in_addresses(site, tmp_path):
     wheel = make_wheel(tmp_path / "dist", NAME, "1.0+cu130")
     add(site, wheel)
