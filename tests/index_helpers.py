@@ -70,11 +70,10 @@ def locked_from(lock: Path) -> dict[str, str]:
     return dict(re.findall(r'^name = "([^"]+)"\nversion = .*\nsource = \{ registry = "([^"]+)"', lock.read_text(), re.MULTILINE))
 
 
-def locked(lock: Path, project: str) -> tuple[str, str, str]:
-    """(index, address of the wheel, its SHA-256) of a project with one wheel in a uv.lock."""
+def locked(lock: Path, project: str) -> tuple[str, dict[str, str]]:
+    """(index, SHA-256 by address of the files) of a project in a uv.lock."""
     (entry,) = [part for part in lock.read_text().split("[[package]]") if part.startswith(f'\nname = "{project}"\n')]
-    ((address, digest),) = re.findall(r'url = "([^"]+\.whl)", hash = "sha256:(\w+)"', entry)
-    return locked_from(lock)[project], address, digest
+    return locked_from(lock)[project], dict(re.findall(r'url = "([^"]+)", hash = "sha256:(\w+)"', entry))
 
 
 def make_wheel(folder: Path, name: str, version: str, text: str = "", requires: tuple[str, ...] = (), platform: str = "any") -> Path:

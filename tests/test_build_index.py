@@ -276,5 +276,5 @@ def test_uv_locks_address_and_hash_from_an_explicit_index(served, tmp_path):
     )
     asked.clear()
     run(sys.executable, "-m", "uv", "lock", "--python", sys.executable, cwd=tmp_path, env=installer_environment(tmp_path))
-    assert locked(tmp_path / "uv.lock", PROJECT) == (f"{url}/simple/", f"{url}/pool/{wheels['1.0'].name}", sha256(wheels["1.0"]))
+    assert locked(tmp_path / "uv.lock", PROJECT) == (f"{url}/simple/", {f"{url}/pool/{wheels['1.0'].name}": sha256(wheels["1.0"])})
     assert f"/pool/{wheels['1.0'].name}.metadata" in asked and f"/pool/{wheels['1.0'].name}" not in asked

@@ -1,5 +1,5 @@
-"""A trainer (tests/downstream/) takes the wheel from an index on loopback, with uv and with pip: locks it with its hash, installs it into a clean
-environment, and trains on the CPU.
+"""A trainer (tests/downstream/) takes the wheel that scripts/build_wheels makes from an index on loopback, with uv and with pip: locks it with
+its hash, installs it into a clean environment, and trains on the CPU.
 
 It trains under the Python of the tests, whose torch is at hand. For other Pythons torch would be a download of several GB, so there the wheel is
 installed with all it needs but torch: it must load its extension, and say what is missing. Needs PyPI."""
@@ -20,15 +20,11 @@ import pytest
 import torch
 from index_helpers import build_index, installer_environment, locked, locked_from, run, serve
 from jit_helpers import REPOSITORY
+from release_helpers import release_files
 
 from deep_gemm._version import __version__
 
-pytestmark = pytest.mark.slow
-
-# Not source: what tests, builds and the workplace leave behind.
-NOT_SOURCE = shutil.ignore_patterns(
-    ".*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "third_party", "kernel_pack", "results", "out"
-)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the first test of a run builds the wheels
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 KEPT = {"sample-trainer", "deep-gemm", "cuda-bindings", "cuda-pathfinder"}  # of the lock file; the rest is torch and what torch brings
 UV = (sys.executable, "-m", "uv")
@@ -38,21 +34,23 @@ UV = (sys.executable, "-m", "uv")
 class Index:
     url: str
     asked: list[str]
-    wheel: str
-    sha256: str
+    sha256: dict[str, str]  # by file name
+
+    @property
+    def wheel(self) -> str:
+        """For this machine."""
+        (name,) = [name for name in self.sha256 if name.endswith(f"_{os.uname().machine}.whl")]
+        return name
 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
-    """The wheel of this checkout in an index that is being served, beside nothing else."""
+    """The release files of this checkout in an index that is being served, beside nothing else."""
     folder = tmp_path_factory.mktemp("index")
-    shutil.copytree(REPOSITORY, folder / "source" / "deep_gemm", ignore=NOT_SOURCE)
-    command = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", "dist")
-    run(sys.executable, *command, folder / "source" / "deep_gemm", cwd=folder)
-    assert build_index().main([str(folder / "site"), str(folder / "dist")]) == 0
-    (wheel,) = (folder / "dist").iterdir()
+    assert build_index().main([str(folder / "site"), str(release_files(tmp_path_factory))]) == 0
+    files = [path for path in (folder / "site" / "pool").iterdir() if path.suffix != ".metadata"]
     with serve(folder / "site") as (url, asked):
-        yield Index(url, asked, wheel.name, build_index().sha256_of(wheel))
+        yield Index(url, asked, {path.name: build_index().sha256_of(path) for path in files})
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +60,7 @@ def trainer(index, tmp_path_factory) -> Path:
     shutil.copytree(REPOSITORY / "tests" / "downstream", folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "requirements.txt"):
         text = (folder / name).read_text()
-        for placeholder, value in (("@INDEX@", index.url), ("@WHEEL@", index.wheel), ("@SHA256@", index.sha256)):
+        for placeholder, value in (("@INDEX@", index.url), ("@WHEEL@", index.wheel), ("@SHA256@", index.sha256[index.wheel])):
             text = text.replace(placeholder, value)
         (folder / name).write_text(text)
     run(*UV, "lock", "--python", sys.executable, cwd=folder, env=installer_environment(folder.parent))
@@ -85,7 +83,10 @@ def trained(environment: Path, trainer: Path) -> dict:
 
 
 def test_uv_locks_address_and_hash_and_nothing_of_that_name_from_elsewhere(index, trainer):
-    assert locked(trainer / "uv.lock", "deep-gemm") == (f"{index.url}/simple/", f"{index.url}/pool/{index.wheel}", index.sha256)
+    files = {f"{index.url}/pool/{name}": digest for name, digest in index.sha256.items()}
+    assert locked(trainer / "uv.lock", "deep-gemm") == (f"{index.url}/simple/", files) and len(files) == 3, (
+        "both architectures, and the source"
+    )
     sources = locked_from(trainer / "uv.lock")
     assert [project for project, source in sources.items() if source.startswith(index.url)] == ["deep-gemm"]
     assert sources["torch"].startswith("https://pypi.org/")
