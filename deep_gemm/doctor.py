@@ -58,7 +58,11 @@ def _remedy_of(error: str, otherwise: str = "") -> tuple[str, str]:
 
 def check_driver(machine: Machine) -> Line:
     if machine.driver_error:
-        installed = machine.driver_version != ""  # the kernel module is loaded, yet the library does not work
+        if "CUDA_ERROR_NO_DEVICE" in machine.driver_error:
+            return Line(
+                "driver", "WARN", "it is installed and sees no GPU", "CUDA_VISIBLE_DEVICES hides them, or this container was given none"
+            )
+        installed = machine.driver_version or machine.driver_cuda  # the kernel module is loaded, yet the library does not work
         found, remedy = _remedy_of(
             machine.driver_error, "install the NVIDIA driver (>= 580 for CUDA 13), or pass the GPU and its driver into this container"
         )

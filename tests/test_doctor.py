@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from cuda.bindings import driver as cuda
 from jit_helpers import REPOSITORY
 
 from deep_gemm import doctor, jit, machine
@@ -126,6 +127,10 @@ def test_machine_without_gpu_warns_of_what_only_kernels_need():
 def test_driver_that_is_loaded_and_does_not_answer_fails():
     broken = machine.Machine(driver_version="580.95.05", driver_error="the CUDA driver does not start (CUDA_ERROR_SYSTEM_NOT_READY)")
     assert line(broken, "driver").state == "FAIL"
+    hidden = machine.Machine(
+        driver_version="580.95.05", driver_error="the CUDA driver does not start (cuInit failed: CUDA_ERROR_NO_DEVICE (100))"
+    )
+    assert line(hidden, "driver").state == "WARN" and "CUDA_VISIBLE_DEVICES" in line(hidden, "driver").remedy
 
 
 def test_headers_that_are_absent_are_named(monkeypatch, tmp_path):
@@ -182,15 +187,9 @@ def test_check_that_crashes_is_a_line_and_the_others_follow(monkeypatch):
 class FakeCuda:
     """The driver's functions that are asked, for two GPUs, the second of which does not reach the first."""
 
-    CUdevice_attribute = SimpleNamespace(
-        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=9,
-        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=0,
-        CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED=1,
-        CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED=1,
-    )
-    CUdevice_P2PAttribute = SimpleNamespace(
-        CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED="access", CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED="atomics"
-    )
+    # The real enumerations, so that a name that they lack is found here.
+    CUdevice_attribute = cuda.CUdevice_attribute
+    CUdevice_P2PAttribute = cuda.CUdevice_P2PAttribute
 
     def cuDriverGetVersion(self):
         return 0, 13010
@@ -210,11 +209,15 @@ class FakeCuda:
     def cuDeviceTotalMem(self, device):
         return 0, 150 * 2**30
 
-    def cuDeviceGetAttribute(self, value, device):
-        return 0, value
+    def cuDeviceGetAttribute(self, kind, device):
+        return 0, {"COMPUTE_CAPABILITY_MAJOR": 9, "COMPUTE_CAPABILITY_MINOR": 0}.get(kind.name.removeprefix("CU_DEVICE_ATTRIBUTE_"), 1)
 
     def cuDeviceGetP2PAttribute(self, kind, source, target):
-        return 0, int(source == 0 or kind == "nothing")
+        return 0, int(source == 0)
+
+
+def test_fake_has_no_function_that_the_driver_lacks():
+    assert [name for name in vars(FakeCuda) if name.startswith("cu") and not hasattr(cuda, name)] == []
 
 
 def test_inspect_reads_gpus_and_links_from_the_driver(monkeypatch, tmp_path):
