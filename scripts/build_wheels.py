@@ -60,6 +60,16 @@ def export(allow_dirty: bool, tree: Path) -> str:
     return epoch
 
 
+def header_wheels() -> Path:
+    """The folder with the pinned wheels of headers, fetched once for each state of the pins; their hashes are checked at every use."""
+    pins = HEADER_WHEELS / fetch_headers.REQUIREMENTS.name
+    if not pins.is_file() or pins.read_bytes() != fetch_headers.REQUIREMENTS.read_bytes():
+        shutil.rmtree(HEADER_WHEELS, ignore_errors=True)
+        fetch_headers.download(HEADER_WHEELS)
+        shutil.copyfile(fetch_headers.REQUIREMENTS, pins)
+    return HEADER_WHEELS
+
+
 def add_pack(tree: Path, python: str) -> None:
     """Puts the kernel pack into the copy; its headers decide the keys, so they are fetched there first."""
     run(python, "setup.py", "--quiet", "build_ext", "--inplace", cwd=tree)  # the list of kernels is read through the extension
@@ -148,10 +158,8 @@ def main() -> None:
     shutil.rmtree(work, ignore_errors=True)
     tree = work / "source"
     tree.mkdir(parents=True)
-    if not HEADER_WHEELS.is_dir():
-        fetch_headers.download(HEADER_WHEELS)  # once; their hashes are checked at every use
-    os.environ["DEEP_GEMM_HEADER_WHEELS"] = str(HEADER_WHEELS)
     os.environ["SOURCE_DATE_EPOCH"] = epoch = export(options.allow_dirty, tree)
+    os.environ["DEEP_GEMM_HEADER_WHEELS"] = str(header_wheels())
     add_pack(tree, options.kernel_python)
     sdist = make_sdist(tree, int(epoch), work)
     wheels = [make_wheel(sdist, architecture, work) for architecture in options.arch]
