@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,6 +70,18 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
 
 
+def sanitizer_stages(python: str) -> list[Stage]:
+    """compute-sanitizer over a small program, R = 1 and 2. API errors are no finding: cuda-bindings looks up functions that the driver lacks."""
+    tool = ("compute-sanitizer", "--report-api-errors", "no", "--error-exitcode", "9", "--tool")
+    case = str(ROOT / "tests" / "gpu" / "sanitizer_case.py")
+    return [
+        Stage(f"{name}-R{ranks}", 90, (*tool, name, python, case, str(ranks)))
+        for name in ("memcheck", "racecheck", "synccheck")
+        for ranks in (1, 2)
+        if shutil.which("compute-sanitizer")
+    ]
+
+
 def stages(out: Path) -> list[Stage]:
     python, bench = sys.executable, ROOT / "scripts" / "bench"
     moe = [
@@ -85,6 +98,7 @@ def stages(out: Path) -> list[Stage]:
         Stage("mega-moe-exact", 180, tests=("tests/gpu/test_mega_moe_exact.py",)),
         Stage("bad-input", 120, tests=("tests/gpu/test_bad_input.py",)),
         Stage("processes", 280, tests=("tests/gpu/test_mega_moe_ep.py",)),
+        *sanitizer_stages(python),
         Stage("demo", 120, (python, "-m", "deep_gemm.demo", "--device", "cuda", "--out", str(out))),
         Stage("bench-gemm", 120, (python, str(bench / "gemm.py"), "--sustained-s", "1.5", "--json", str(out / "gemm-h200.json"))),
         *moe,

@@ -122,7 +122,13 @@ def demo() -> list[str]:
     return [source("demo-h200", data), "", f"{text}, {data['seconds']:.0f} s; gradients against autograd: relative error {data['gradient_error']:.1e}."]
 
 
-TABLES: dict[str, Callable[[], list[str]]] = {"mega-moe": mega_moe, "gemm": gemm, "accuracy": accuracy, "suite": suite, "demo": demo}
+def first_call() -> list[str]:
+    data = read("first-call-h200")
+    rows = [[row["case"], row["system"], *(number(row[key], ".0f") for key in ("median_ms", "p10_ms", "p90_ms")), row["notes"]] for row in data["rows"]]
+    return [source("first-call-h200", data), "", *markdown(["case", "system", "ms", "fastest", "slowest", "parts"], rows)]
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {"mega-moe": mega_moe, "gemm": gemm, "accuracy": accuracy, "suite": suite, "demo": demo, "first-call": first_call}
 
 
 def filled(text: str) -> str:

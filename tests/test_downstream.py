@@ -89,7 +89,7 @@ def test_uv_locks_address_and_hash_and_nothing_of_that_name_from_elsewhere(index
     )
     sources = locked_from(trainer / "uv.lock")
     assert [project for project, source in sources.items() if source.startswith(index.url)] == ["deep-gemm"]
-    assert sources["torch"].startswith("https://pypi.org/")
+    assert sources["torch"] != sources["deep-gemm"]
 
 
 def test_trainer_trains_from_the_wheel_that_pip_and_then_uv_installed(index, trainer, tmp_path):
@@ -121,6 +121,22 @@ def interpreter(version: str) -> Path | None:
         if shown.returncode == 0:
             return Path(shown.stdout.strip())
     return None
+
+
+@pytest.mark.skipif(os.environ.get("DOWNSTREAM_TORCH") != "1", reason="DOWNSTREAM_TORCH=1 fetches a torch of several GB for each Python")
+@pytest.mark.parametrize("version", PYTHONS)
+def test_trainer_trains_on_every_python_with_a_torch_of_its_own(trainer, tmp_path, version):
+    found = interpreter(version)
+    if found is None:
+        pytest.skip(f"no Python {version} on this machine")
+    environment = tmp_path / "venv"
+    run(found, "-m", "venv", environment, cwd=tmp_path)
+    pip = (environment / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
+    run(*pip, f"torch=={torch.__version__.partition('+')[0]}", "numpy", cwd=tmp_path)
+    run(*pip, "-r", trainer / "requirements.txt", cwd=tmp_path, env=installer_environment(tmp_path))
+    losses = trained(environment, trainer)["losses"]
+    assert losses[-1] < losses[0]
+    shutil.rmtree(environment)  # several GB
 
 
 @pytest.mark.parametrize("version", PYTHONS)
