@@ -12,6 +12,7 @@ import torch
 from api_inputs import E, H, I, K, T, count_calls, make_buffer, make_inputs
 
 import deep_gemm
+from deep_gemm.jit import driver
 from deep_gemm.mega import checks
 from deep_gemm.mega.backend import cuda_missing, on_device
 from deep_gemm.mega.groups import SingleGroup, resolve_group
@@ -233,9 +234,16 @@ def test_compute_capability_is_named(monkeypatch, capability, piece):
 def test_old_driver_is_named(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12080, raising=False)
+    monkeypatch.setattr(driver, "cuda_version", lambda: (12, 8))
     reason = cuda_missing(torch.device("cuda", 0))
     assert "driver is too old: it supports CUDA 12.8" in reason and "needs 13.0" in reason
+
+
+def test_cuda_build_of_torch_on_a_machine_without_a_driver_is_no_error_of_its_own(monkeypatch):
+    """What pip installs on any Linux machine: only the build is a stand-in here, the look for a driver is the real one."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no usable NVIDIA GPU or driver was found" in cuda_missing(torch.device("cuda", 0))
 
 
 def test_process_group_gives_addresses_of_torch_symmetric_memory(monkeypatch):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deep_gemm.activation import SwiGLU
 from deep_gemm.errors import BackendUnavailable
+from deep_gemm.jit import driver
 
 if TYPE_CHECKING:
     from deep_gemm.mega.buffer import MegaMoeBuffer
@@ -114,11 +115,11 @@ def cuda_missing(device: torch.device) -> str | None:
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch, or use CPU tensors (backend 'reference')"
     if not torch.cuda.is_available():
-        driver = torch._C._cuda_getDriverVersion()
-        if driver and driver // 1000 < int(torch.version.cuda.split(".")[0]):
+        version = driver.cuda_version()
+        if version and version[0] < int(torch.version.cuda.split(".")[0]):
             return (
-                f"the NVIDIA driver is too old: it supports CUDA {driver // 1000}.{driver % 1000 // 10}, torch {torch.__version__} needs "
-                f"{torch.version.cuda}: update the driver"
+                f"the NVIDIA driver is too old: it supports CUDA {version[0]}.{version[1]}, torch {torch.__version__} needs {torch.version.cuda}: "
+                "update the driver"
             )
         return "no usable NVIDIA GPU or driver was found (torch.cuda.is_available() is False): use CPU tensors (backend 'reference')"
     major, minor = torch.cuda.get_device_capability(device)
