@@ -54,7 +54,7 @@ def installer_environment(home: Path, **more: str) -> dict[str, str]:
     """Without the machine's own indexes and caches for pip and uv (a cached answer would ask the index for nothing)."""
     dropped = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX", "PYTHONPATH", "VIRTUAL_ENV")
     kept = {name: value for name, value in os.environ.items() if name not in dropped and not name.startswith("UV_")}
-    own = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "UV_CACHE_DIR": str(home / "uv-cache")}
+    own = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "UV_CACHE_DIR": str(home / "uv-cache")}
     return {**kept, **own, "UV_PYTHON_DOWNLOADS": "never", **more}
 
 
