@@ -115,8 +115,7 @@ def make_wheel(sdist: Path, architecture: str, work: Path) -> Path:
     """A manylinux wheel of the source distribution."""
     folder = work / architecture
     folder.mkdir()
-    with tarfile.open(sdist) as packed:
-        packed.extractall(folder, filter="data")
+    shutil.unpack_archive(sdist, folder)
     (tree,) = (path for path in folder.iterdir() if path.is_dir())
     variables = compiler_environment(architecture, folder)
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder / "raw", cwd=tree, **variables)
