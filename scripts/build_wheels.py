@@ -17,6 +17,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -104,11 +105,25 @@ def compiler_environment(architecture: str, folder: Path) -> dict[str, str]:
     if architecture == platform.machine():
         return {}
     wrapper = folder / "zig-cc"
-    wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ziglang cc -target {architecture}-linux-gnu.2.17 "$@"\n')
+    include = f'-I"{debian_pyconfig(architecture, folder)}"'
+    wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ziglang cc -target {architecture}-linux-gnu.2.17 {include} "$@"\n')
     wrapper.chmod(0o755)
     audit_wheel.check_headers(wrapper, folder)
     command = shlex.quote(str(wrapper))
     return {"CC": command, "LDSHARED": f"{command} -shared", "_PYTHON_HOST_PLATFORM": f"linux-{architecture}"}
+
+
+def debian_pyconfig(architecture: str, folder: Path) -> Path:
+    """Folder of headers for the cross compiler. Debian's pyconfig.h only includes <its architecture's triplet>/pythonX.Y/pyconfig.h: there the target's is
+    this machine's, under the target's name. Empty for any other Python."""
+    shim, version = folder / "pyconfig", f"python{sys.version_info.major}.{sys.version_info.minor}"
+    shim.mkdir()
+    own = Path("/usr/include") / (sysconfig.get_config_var("MULTIARCH") or "none") / version / "pyconfig.h"
+    if own.is_file() and Path(sysconfig.get_path("include")).is_relative_to("/usr/include"):
+        target = shim / f"{architecture}-linux-gnu" / version
+        target.mkdir(parents=True)
+        shutil.copy(own, target)
+    return shim
 
 
 def make_wheel(sdist: Path, architecture: str, work: Path) -> Path:
