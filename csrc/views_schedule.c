@@ -11,10 +11,15 @@ static PyObject* gemm_kinds(PyObject* module, PyObject* unused) {
                        DG_GEMM_M_MASKED, "k_ends", DG_GEMM_K_ENDS);
 }
 
+static PyObject* gemm_epilogues(PyObject* module, PyObject* unused) {
+  (void)module, (void)unused;
+  return Py_BuildValue("{s:i,s:i,s:i}", "store", DG_EPILOGUE_STORE, "swiglu", DG_EPILOGUE_SWIGLU, "dswiglu", DG_EPILOGUE_DSWIGLU);
+}
+
 static PyObject* gemm_smem_bytes(PyObject* module, PyObject* const* args, Py_ssize_t nargs) {
   (void)module;
   static const dg_int_arg expected[] = {{"block_m", 1, 1024}, {"block_n", 1, 1024}, {"block_k", 1, 1024}, {"num_stages", 1, 64},
-                                        {"max_groups", 1, 1 << 20}};
+                                        {"staging_boxes", 1, 64}};
   int64_t v[5];
   if (dg_read_ints("gemm_smem_bytes", expected, 5, args, nargs, v) < 0) return NULL;
   return PyLong_FromLongLong(dg_gemm_smem_bytes((int)v[0], (int)v[1], (int)v[2], (int)v[3], (int)v[4]));
@@ -22,10 +27,11 @@ static PyObject* gemm_smem_bytes(PyObject* module, PyObject* const* args, Py_ssi
 
 // Appends the tiles of one CTA, each as a tuple of the fields of dg_gemm_tile in their order.
 static int append_tiles(PyObject* list, const dg_gemm_problem* problem, const int* layout, int cta, int num_ctas) {
-  dg_gemm_cursor cursor = dg_gemm_cursor_begin(cta, num_ctas);
+  dg_gemm_cursor cursor = dg_gemm_cursor_begin(cta, num_ctas, problem->cluster);
   dg_gemm_tile t;
   while (dg_gemm_next_tile(&cursor, problem, layout, &t)) {
-    PyObject* tuple = Py_BuildValue("(iiiiiiii)", t.group, t.m_begin, t.num_rows, t.n_begin, t.k_begin, t.k_end, t.carry_in, t.carry_out);
+    PyObject* tuple = Py_BuildValue("(iiiiiiiii)", t.group, t.m_begin, t.num_rows, t.n_begin, t.k_begin, t.k_end, t.carry_in, t.carry_out,
+                                    t.share);
     const int failed = !tuple || PyList_Append(list, tuple) < 0;
     Py_XDECREF(tuple);
     if (failed) return -1;
@@ -36,9 +42,9 @@ static int append_tiles(PyObject* list, const dg_gemm_problem* problem, const in
 static PyObject* gemm_tiles(PyObject* module, PyObject* const* args, Py_ssize_t nargs) {
   (void)module;
   static const dg_int_arg expected[] = {
-      {"kind", 0, 4},       {"block_m", 1, 1024},          {"block_n", 1, 1024},        {"m", 0, INT32_MAX},     {"n", 0, INT32_MAX},
-      {"k", 0, INT32_MAX},  {"num_groups", 0, 1 << 20},    {"window_begin", 0, INT32_MAX}, {"window_end", 0, INT32_MAX},
-      {"alignment", 1, 1024}, {"store_empty", 0, 1},       {"cta", 0, 1 << 20},         {"num_ctas", 1, 1 << 20}};
+      {"kind", 0, 4},      {"block_m", 1, 1024},     {"block_n", 1, 1024},           {"cluster", 1, 2},            {"band", 1, 1024},
+      {"m", 0, INT32_MAX}, {"n", 0, INT32_MAX},      {"k", 0, INT32_MAX},            {"num_groups", 0, 1 << 20},   {"window_begin", 0, INT32_MAX},
+      {"window_end", 0, INT32_MAX}, {"alignment", 1, 1024}, {"store_empty", 0, 1},    {"cta", 0, 1 << 20},          {"num_ctas", 1, 1 << 20}};
   enum { kInts = sizeof(expected) / sizeof(expected[0]) };
   int64_t v[kInts];
   if (nargs != kInts + 1) return PyErr_Format(PyExc_TypeError, "gemm_tiles takes %d arguments, got %zd", kInts + 1, nargs);
@@ -49,7 +55,7 @@ static PyObject* gemm_tiles(PyObject* module, PyObject* const* args, Py_ssize_t 
   PyObject* list = NULL;
   const dg_int_arg entry = {"layout", -1, INT32_MAX};
   Py_ssize_t count = wide && layout ? dg_read_int_sequence("gemm_tiles", entry, args[kInts], capacity, wide) : -1;
-  const Py_ssize_t needed = v[0] == DG_GEMM_DENSE ? 0 : v[0] == DG_GEMM_M_INDEX ? v[3] : v[6];
+  const Py_ssize_t needed = v[0] == DG_GEMM_DENSE ? 0 : v[0] == DG_GEMM_M_INDEX ? v[5] : v[8];
   if (count >= 0 && count < needed) {
     PyErr_Format(PyExc_ValueError, "gemm_tiles: layout has %zd entries, expected %zd", count, needed);
     count = -1;
@@ -57,8 +63,8 @@ static PyObject* gemm_tiles(PyObject* module, PyObject* const* args, Py_ssize_t 
   if (count >= 0 && (list = PyList_New(0))) {
     for (Py_ssize_t i = 0; i < count; i++) layout[i] = (int)wide[i];
     const dg_gemm_problem problem = {(int)v[0], (int)v[1], (int)v[2], (int)v[3], (int)v[4], (int)v[5],
-                                     (int)v[6], (int)v[7], (int)v[8], (int)v[9], (int)v[10]};
-    if (append_tiles(list, &problem, layout, (int)v[11], (int)v[12]) < 0) Py_CLEAR(list);
+                                     (int)v[6], (int)v[7], (int)v[8], (int)v[9], (int)v[10], (int)v[11], (int)v[12]};
+    if (append_tiles(list, &problem, layout, (int)v[13], (int)v[14]) < 0) Py_CLEAR(list);
   }
   free(wide);
   free(layout);
@@ -67,9 +73,10 @@ static PyObject* gemm_tiles(PyObject* module, PyObject* const* args, Py_ssize_t 
 
 PyMethodDef dg_views_schedule_methods[] = {
     DG_METHOD("gemm_kinds", gemm_kinds, METH_NOARGS, "gemm_kinds() -> {name: value of DG_GEMM_*}"),
+    DG_METHOD("gemm_epilogues", gemm_epilogues, METH_NOARGS, "gemm_epilogues() -> {name: value of DG_EPILOGUE_*}"),
     DG_METHOD("gemm_smem_bytes", gemm_smem_bytes, METH_FASTCALL,
-              "gemm_smem_bytes(block_m, block_n, block_k, num_stages, max_groups) -> dynamic shared memory in bytes"),
+              "gemm_smem_bytes(block_m, block_n, block_k, num_stages, staging_boxes) -> dynamic shared memory in bytes"),
     DG_METHOD("gemm_tiles", gemm_tiles, METH_FASTCALL,
-              "gemm_tiles(kind, block_m, block_n, m, n, k, num_groups, window_begin, window_end, alignment, store_empty, cta, num_ctas, layout)\n"
-              "-> the tiles of one CTA in order: (group, m_begin, num_rows, n_begin, k_begin, k_end, carry_in, carry_out)"),
+              "gemm_tiles(kind, block_m, block_n, cluster, band, m, n, k, num_groups, window_begin, window_end, alignment, store_empty, cta, num_ctas, layout)\n"
+              "-> the tiles of one CTA in order: (group, m_begin, num_rows, n_begin, k_begin, k_end, carry_in, carry_out, share)"),
     {0}};

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 
 from .errors import BackendUnavailable
-from .gemm_launch import GROUP_ALIGNMENT, get_num_sms, launch, launch_k_grouped, launch_m_grouped, major_of, set_num_sms, shipped_specs
+from .gemm_config import shipped_specs
+from .gemm_launch import GROUP_ALIGNMENT, get_num_sms, launch, launch_k_grouped, launch_m_grouped, major_of, set_num_sms
 
 __all__ = [
     "bf16_gemm_nn", "bf16_gemm_nt", "bf16_gemm_tn", "bf16_gemm_tt", "get_mk_alignment_for_contiguous_layout", "get_num_sms",
@@ -115,7 +116,7 @@ def m_grouped_bf16_gemm_nt_masked(
         raise ValueError(f"expected_m = {expected_m!r}: expected a positive int")
     if _nothing_to_sum(d, None, k):
         return
-    launch("m_masked", a, b, d, m=max_m, layout=masked_m, num_groups=groups, group_rows=max_m, window=(0, max_m))
+    launch("m_masked", a, b, d, m=max_m, layout=masked_m, num_groups=groups, window=(0, max_m))
 
 
 # ---- k-grouped ---------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Configuration and launch of the BF16 GEMM kernel. No argument checks here: `gemm.py` checks for users, `mega/staged` prepares its own.
+"""Launch of the BF16 GEMM kernel. No argument checks here: `gemm.py` checks for users, `mega/staged` prepares its own.
 
 Operands are given as logical [.., mn, k] views (A [m, k], B [n, k], with a leading group dimension where they have groups); how they are
 stored is read from the strides.
@@ -11,88 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from . import _C, environment, jit
+from . import _C, jit
 from .errors import BackendUnavailable
-from .jit import CppType, KernelSpec
+from .gemm_config import BLOCK_K, BLOCK_M, D_TYPES, GemmConfig, choose_config
 
-BLOCK_M, BLOCK_K = 128, 64
-THREADS = 384  # two math warpgroups and the load warpgroup
-SMEM_LIMIT = 232448  # bytes of shared memory that one CTA can have on sm_90
 GROUP_ALIGNMENT = 128  # rows at which an m-group starts: block_m, so that no tile holds rows of two groups
 SWIZZLE_ELEMENTS = 64  # BF16 in one 128-byte swizzle row
+DP_COLUMNS = 192  # of dA' whose products with a one partial sum of dp covers: block_n of every dSwiGLU tile
+GATED_COLUMNS = 32  # of a box that the gated epilogues load and store (epilogue/gated.cuh)
 NO_WINDOW = (0, 2**31 - 1)
-_D_TYPES = {torch.bfloat16: ("bf16", "__nv_bfloat16"), torch.float32: ("f32", "float")}
-
-
-# ---- configuration -----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GemmConfig:
-    """One compiled variant; its name is its print, cache label and benchmark label."""
-
-    kind: str  # key of _C.gemm_kinds()
-    a_major: str  # "k" or "mn"
-    b_major: str
-    d_dtype: torch.dtype
-    block_n: int
-    num_stages: int
-    max_groups: int  # size of the group table in shared memory
-
-    @property
-    def name(self) -> str:
-        tile = f"m{BLOCK_M}n{self.block_n}k{BLOCK_K}_s{self.num_stages}_g{self.max_groups}"
-        return f"sm90_bf16_gemm_{self.kind}_a{self.a_major}_b{self.b_major}_{_D_TYPES[self.d_dtype][0]}_{tile}"
-
-    @property
-    def smem_bytes(self) -> int:
-        return _C.gemm_smem_bytes(BLOCK_M, self.block_n, BLOCK_K, self.num_stages, self.max_groups)
-
-    def spec(self) -> KernelSpec:
-        return KernelSpec(
-            name=self.name,
-            header="deep_gemm/kernels/sm90_bf16_gemm.cuh",
-            entry="deep_gemm::kernels::sm90_bf16_gemm",
-            params="GemmParams",
-            config={
-                "kKind": _C.gemm_kinds()[self.kind],
-                "kBlockM": BLOCK_M,
-                "kBlockN": self.block_n,
-                "kBlockK": BLOCK_K,
-                "kNumStages": self.num_stages,
-                "kMaxGroups": self.max_groups,
-                "kAMajorK": self.a_major == "k",
-                "kBMajorK": self.b_major == "k",
-                "D": CppType(_D_TYPES[self.d_dtype][1]),
-            },
-            threads=THREADS,
-            arch="sm_90a",
-        )
-
-
-@functools.cache
-def choose_config(kind: str, a_major: str, b_major: str, d_dtype: torch.dtype, n: int, num_groups: int) -> GemmConfig:
-    """The widest tile that n fills, with as many stages as shared memory holds.
-
-    128 x 256 needs the fewest shared-memory bytes per FLOP (0.0117 against 0.0156 of 128 x 128) and still fits 128 accumulator registers.
-    """
-    block_n = 256 if n > 128 else 128
-    max_groups = max(256, 1 << (num_groups - 1).bit_length())  # 256 entries are free: shared memory is laid out in steps of 1024 bytes
-    stages = max(s for s in range(2, 9) if _C.gemm_smem_bytes(BLOCK_M, block_n, BLOCK_K, s, max_groups) <= SMEM_LIMIT)
-    config = GemmConfig(kind, a_major, b_major, d_dtype, block_n, stages, max_groups)
-    if environment.flag("DG_PRINT_CONFIG"):
-        print(f"deep_gemm: n={n} num_groups={num_groups}: {config}")
-    return config
-
-
-def shipped_specs() -> list[KernelSpec]:
-    """The variants that the public calls and the Mega MoE use on the documented shapes (128 and 256 experts, EP1 to EP8)."""
-    bf16, f32 = torch.bfloat16, torch.float32
-    plain = [("dense", a, b, d, 1) for a in ("k", "mn") for b in ("k", "mn") for d in (bf16, f32)]
-    grouped = [(kind, "k", b, d, 128) for kind in ("m_ends", "m_index") for b in ("k", "mn") for d in (bf16, f32)]
-    grouped += [("m_masked", "k", "k", d, 128) for d in (bf16, f32)]
-    grouped += [("k_ends", "mn", "mn", d, 128) for d in (bf16, f32)]
-    return [choose_config(kind, a, b, d, n, groups).spec() for kind, a, b, d, groups in plain + grouped for n in (128, 256)]
 
 
 # ---- operands ----------------------------------------------------------------------------------------------------------------------
@@ -113,14 +40,14 @@ def major_of(t: torch.Tensor) -> str | None:
     return None
 
 
-def _operand_map(t: torch.Tensor, major: str, block_mn: int) -> bytes:
-    """Rank-3 map (inner, rows, groups) of a logical [.., mn, k] view, boxes as mma/sm90.cuh lays tiles out."""
+def _operand_map(t: torch.Tensor, major: str, box_mn: int) -> bytes:
+    """Rank-3 map (inner, rows, groups) of a logical [.., mn, k] view, boxes as mma/sm90.cuh lays tiles out. box_mn: rows of a K-major box."""
     inner, rows = (t.shape[-1], t.shape[-2]) if major == "k" else (t.shape[-2], t.shape[-1])
     row_stride = t.stride(-2) if major == "k" else t.stride(-1)
     groups, group_stride = (t.shape[0], t.stride(0)) if t.dim() == 3 else (1, 8)
     free = -(-inner // 8) * 8  # stride of a dimension that is never stepped over
     strides = [2 * (s if n > 1 else free) for n, s in ((rows, row_stride), (groups, group_stride))]
-    box = (SWIZZLE_ELEMENTS, block_mn if major == "k" else BLOCK_K, 1)
+    box = (SWIZZLE_ELEMENTS, box_mn if major == "k" else BLOCK_K, 1)
     return _C.tensor_map(t.data_ptr(), "bf16", (inner, rows, groups), strides, box, 128)
 
 
@@ -132,7 +59,7 @@ def _result_map(d: torch.Tensor) -> bytes | None:
     groups, (m, n) = d.shape[0] if d.dim() == 3 else 1, d.shape[-2:]
     free = -(-n * size // 16) * 16
     strides = (d.stride(-2) * size if m > 1 else free, d.stride(0) * size if groups > 1 else free)
-    return _C.tensor_map(d.data_ptr(), _D_TYPES[d.dtype][0], (n, m, groups), strides, (128 // size, 64, 1), 128)
+    return _C.tensor_map(d.data_ptr(), D_TYPES[d.dtype][0], (n, m, groups), strides, (128 // size, 64, 1), 128)
 
 
 # ---- launch ------------------------------------------------------------------------------------------------------------------------
@@ -173,7 +100,6 @@ def launch(
     num_groups: int = 1,
     window: tuple[int, int] = NO_WINDOW,
     alignment: int = GROUP_ALIGNMENT,
-    group_rows: int = 0,
     carry: tuple[torch.Tensor, torch.Tensor] | None = None,
     accumulate: bool = False,
     num_sms: int | None = None,
@@ -184,36 +110,46 @@ def launch(
     device = d.device.index
     if torch.cuda.current_device() != device:
         with torch.cuda.device(device):
-            return launch(kind, a, b, d, m=m, layout=layout, num_groups=num_groups, window=window, alignment=alignment, group_rows=group_rows,
+            return launch(kind, a, b, d, m=m, layout=layout, num_groups=num_groups, window=window, alignment=alignment,
                           carry=carry, accumulate=accumulate, num_sms=num_sms, stream=stream)  # fmt: skip
     a_major, b_major = ("mn", "mn") if kind == "k_ends" else (major_of(a), major_of(b))
-    config = choose_config(kind, a_major, b_major, d.dtype, n, num_groups)
+    num_sms = num_sms or get_num_sms(device)
+    config = choose_config(kind, a_major, b_major, d.dtype, m, n, k, num_sms)
     d_map = _result_map(d)
     params = _C.pack(
         "GemmParams",
-        a=_operand_map(a, a_major, BLOCK_M),
-        b=_operand_map(b, b_major, config.block_n),
+        **_common_fields(config, a, b, m=m, n=n, k=k, layout=layout, num_groups=num_groups, window=window, alignment=alignment),
         d_map=d_map or bytes(128),
         d_has_map=d_map is not None,
         d=d.data_ptr(),
         carry_in=0 if carry is None else carry[0].data_ptr(),
         carry_out=0 if carry is None else carry[1].data_ptr(),
-        group_layout=0 if layout is None else layout.data_ptr(),
         ldd=d.stride(-2),
         d_group_stride=d.stride(0) if d.dim() == 3 else 0,
-        m=m,
-        n=n,
-        k=k,
-        num_groups=num_groups,
-        window_begin=window[0],
-        window_end=window[1],
-        alignment=alignment,
-        group_rows=group_rows,
         accumulate=accumulate,
     )
-    kernel = _kernel(config, device)
+    _start(config, device, params, num_sms, stream)
+
+
+def _common_fields(config: GemmConfig, a, b, *, m, n, k, layout, num_groups, window, alignment) -> dict[str, object]:
+    return {
+        "a": _operand_map(a, config.a_major, BLOCK_M // config.tile.cluster),
+        "b": _operand_map(b, config.b_major, config.tile.block_n // (2 if config.epilogue == "swiglu" else config.tile.cluster)),
+        "group_layout": 0 if layout is None else layout.data_ptr(),
+        "m": m,
+        "n": n,
+        "k": k,
+        "num_groups": num_groups,
+        "window_begin": window[0],
+        "window_end": window[1],
+        "alignment": alignment,
+    }
+
+
+def _start(config: GemmConfig, device: int, params: bytes, num_sms: int, stream: int | None) -> None:
+    cluster = config.tile.cluster
     stream = torch.cuda.current_stream(device).cuda_stream if stream is None else stream
-    kernel.launch(params, num_sms or get_num_sms(device), config.smem_bytes, stream)
+    _kernel(config, device).launch(params, num_sms // cluster * cluster, config.smem_bytes, stream, cluster)
 
 
 @functools.cache
@@ -242,3 +178,95 @@ def launch_k_grouped(a, b, d, group_ends, *, window=NO_WINDOW, carry=None, accum
         carry = (carry[1 - parity], carry[parity])
     launch("k_ends", a.t(), b.t(), d, m=a.shape[1], layout=group_ends, num_groups=d.shape[0], window=window, carry=carry,
            accumulate=accumulate, num_sms=num_sms, stream=stream)  # fmt: skip
+
+
+# ---- gated activation --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What the gated epilogues read beside the operands. Addresses are device addresses, 0 = none.
+
+    alpha, up_offset, clamp  of deep_gemm.activation
+    gate_bias, up_bias       BF16 [groups, I], expert stride `bias_stride` in elements
+    row_weight               of row 0's FP32 weight, stride in bytes
+    """
+
+    alpha: float
+    up_offset: float
+    clamp: float
+    gate_bias: int = 0
+    up_bias: int = 0
+    bias_stride: int = 0
+    row_weight: int = 0
+    row_weight_stride: int = 0
+
+
+def launch_swiglu(x, w_gate, w_up, a, group_ends, gate: Gate, *, z=None, window=NO_WINDOW, num_sms=None, stream=None) -> None:
+    """a[rows of g] = act(z + bias) (times the row's weight), z = x[rows of g] @ [w_gate[g]; w_up[g]]^T, in one launch.
+
+    x [C, H], w_gate and w_up [G, I, H] (K-major, any group stride), a [C, I], z [C, 2I] or None: not stored; BF16. Rows between a group's end and
+    the next multiple of 128 hold nothing afterwards.
+    """
+    device, (rows, width) = x.device.index, a.shape
+    num_sms = num_sms or get_num_sms(device)
+    config = choose_config("m_ends", "k", "k", a.dtype, rows, width, x.shape[1], num_sms, "swiglu")
+    maps = {"z_gate_map": bytes(128), "z_up_map": bytes(128)} if z is None else _halves("z", z)
+    params = _C.pack(
+        "GemmGatedParams",
+        **_gated_fields(config, x, w_gate, a, group_ends, gate, window),
+        **maps,
+        b_up=_operand_map(w_up, "k", config.tile.block_n // 2),
+        dz_gate_map=bytes(128),
+        dz_up_map=bytes(128),
+        row_dp=0,
+        row_dp_stride=0,
+        save_z=z is not None,
+    )
+    _start(config, device, params, num_sms, stream)
+
+
+def launch_dswiglu(dy, w2, z, dz, act, row_dp, group_ends, gate: Gate, *, window=NO_WINDOW, num_sms=None, stream=None) -> None:
+    """With dA' = dy[rows of g] @ w2[g]: dz = p act'(z + bias) dA', act = p a, row_dp[j, row] = partial sums of dA' a, in one launch.
+
+    dy [C, H], w2 [G, H, I], z and dz [C, 2I] (may be the same), act [C, I]; BF16. row_dp FP32 [dp_parts(I), C]: their sum over the first dimension is
+    dp. Padding rows as in `launch_swiglu`.
+    """
+    device, (rows, width) = dy.device.index, act.shape
+    num_sms = num_sms or get_num_sms(device)
+    config = choose_config("m_ends", "k", "mn", act.dtype, rows, width, dy.shape[1], num_sms, "dswiglu")
+    params = _C.pack(
+        "GemmGatedParams",
+        **_gated_fields(config, dy, w2.transpose(1, 2), act, group_ends, gate, window),
+        **_halves("z", z),
+        **_halves("dz", dz),
+        b_up=bytes(128),
+        row_dp=row_dp.data_ptr(),
+        row_dp_stride=row_dp.stride(0),
+        save_z=False,
+    )
+    _start(config, device, params, num_sms, stream)
+
+
+def dp_parts(width: int) -> int:
+    """Partial sums of dp per row that `launch_dswiglu` writes for intermediate_hidden = width."""
+    return -(-width // DP_COLUMNS)
+
+
+def _gated_fields(config: GemmConfig, rows, weight, d, group_ends, gate: Gate, window) -> dict[str, object]:
+    (m, k), n = rows.shape, d.shape[1]
+    common = _common_fields(config, rows, weight, m=m, n=n, k=k, layout=group_ends, num_groups=weight.shape[0], window=window,
+                            alignment=GROUP_ALIGNMENT)  # fmt: skip
+    unused = {"d": 0, "carry_in": 0, "carry_out": 0, "ldd": 0, "d_group_stride": 0, "accumulate": False, "d_has_map": True}
+    return common | unused | vars(gate) | {"d_map": _gated_map(d)}
+
+
+def _halves(name: str, z: torch.Tensor) -> dict[str, bytes]:
+    width = z.shape[1] // 2
+    return {f"{name}_gate_map": _gated_map(z[:, :width]), f"{name}_up_map": _gated_map(z[:, width:])}
+
+
+def _gated_map(t: torch.Tensor) -> bytes:
+    """Rank-2 map (columns, rows) of t in boxes of 64 rows x 32 columns."""
+    rows, columns = t.shape
+    return _C.tensor_map(t.data_ptr(), "bf16", (columns, rows), (2 * t.stride(0),), (GATED_COLUMNS, 64), 64)

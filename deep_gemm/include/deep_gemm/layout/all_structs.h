@@ -9,6 +9,7 @@
 #define DG_ALL_STRUCTS(S)                    \
   S(ExampleParams, DG_EXAMPLE_PARAMS) \
   S(GemmParams, DG_GEMM_PARAMS) \
+  S(GemmGatedParams, DG_GEMM_GATED_PARAMS) \
   DG_MEGA_MOE_STRUCTS(S)
 
 #endif

@@ -30,20 +30,22 @@ struct OperandTile {
 
   // Slice that starts at row/column mn (a multiple of 64) and contraction index k (a multiple of 16).
   __device__ __forceinline__ static uint64_t descriptor(const void* tile, int mn, int k) {
-    const uint32_t base = cute::cast_smem_ptr_to_uint(tile);
-    const uint32_t offset = kMajor == Major::kK ? mn * kSwizzleBytes + k * 2 : mn / kSwizzleElements * kBoxBytes + k * kSwizzleBytes;
+    // In units of 16 bytes. The address of a CTA's shared memory fits the 14 bits of the start, so that slices differ by additions of constants;
+    // above it are bits that say which CTA of a cluster.
+    const uint32_t start = cute::cast_smem_ptr_to_uint(tile) >> 4 & 0x3fff;
+    const uint32_t slice = (kMajor == Major::kK ? mn * kSwizzleBytes + k * 2 : mn / kSwizzleElements * kBoxBytes + k * kSwizzleBytes) >> 4;
+    constexpr uint32_t kLeading = kMajor == Major::kK ? 0 : kBoxBytes >> 4;  // next 64 columns
+    constexpr uint32_t kStride = 8 * kSwizzleBytes >> 4;                      // next 8 rows (K-major) or next 8 of k (MN-major)
     cute::GmmaDescriptor desc;
-    desc.desc_ = 0;
-    desc.bitfield.start_address_ = (base + offset) >> 4;
-    desc.bitfield.layout_type_ = 1;                                    // 128-byte swizzle
-    desc.bitfield.stride_byte_offset_ = 8 * kSwizzleBytes >> 4;        // next 8 rows (K-major) or next 8 of k (MN-major)
-    desc.bitfield.leading_byte_offset_ = kMajor == Major::kK ? 0 : kBoxBytes >> 4;  // next 64 columns
+    desc.reg32_[0] = start + slice | kLeading << 16;
+    desc.reg32_[1] = kStride | 1u << 30;  // 128-byte swizzle
     return desc.desc_;
   }
 };
 
 template <int kN, auto kMajorA, auto kMajorB> struct WgmmaAtom;
 template <auto kMajorA, auto kMajorB> struct WgmmaAtom<256, kMajorA, kMajorB> { using Type = cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<kMajorA, kMajorB>; };
+template <auto kMajorA, auto kMajorB> struct WgmmaAtom<192, kMajorA, kMajorB> { using Type = cute::SM90::GMMA::MMA_64x192x16_F32BF16BF16_SS<kMajorA, kMajorB>; };
 template <auto kMajorA, auto kMajorB> struct WgmmaAtom<128, kMajorA, kMajorB> { using Type = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<kMajorA, kMajorB>; };
 template <auto kMajorA, auto kMajorB> struct WgmmaAtom<64, kMajorA, kMajorB> { using Type = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_SS<kMajorA, kMajorB>; };
 
@@ -58,9 +60,10 @@ struct Accumulator {
 #pragma unroll
     for (int i = 0; i < kRegisters; ++i) cute::warpgroup_fence_operand(value[i]);
   }
-  template <class Atom>
+  // One WGMMA on the first kColumns columns.
+  template <int kColumns, auto kMajorA, auto kMajorB>
   __device__ __forceinline__ void mma(uint64_t a, uint64_t b, bool accumulate) {
-    mma<Atom>(a, b, accumulate, ::cuda::std::make_index_sequence<kRegisters>{});
+    mma<typename WgmmaAtom<kColumns, kMajorA, kMajorB>::Type>(a, b, accumulate, ::cuda::std::make_index_sequence<kColumns / 2>{});
   }
   template <class Atom, size_t... kIndex>
   __device__ __forceinline__ void mma(uint64_t a, uint64_t b, bool accumulate, ::cuda::std::index_sequence<kIndex...>) {

@@ -21,11 +21,6 @@ __device__ __forceinline__ void st_release_sys_u32(unsigned* p, unsigned v) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "r"(v) : "memory");
 }
 
-// PTX ISA, "red": add with release at system scope.
-__device__ __forceinline__ void red_release_sys_add_u64(u64* p, u64 v) {
-  asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "l"(v) : "memory");
-}
-
 // PTX ISA, "ld.global.nc": 16 bytes that nobody writes while the kernel runs; streamed, so that they do not push others out of L1.
 __device__ __forceinline__ uint4 ld_global_nc_v4(const void* p) {
   uint4 v;
