@@ -16,6 +16,11 @@ static PyObject* gemm_epilogues(PyObject* module, PyObject* unused) {
   return Py_BuildValue("{s:i,s:i,s:i}", "store", DG_EPILOGUE_STORE, "swiglu", DG_EPILOGUE_SWIGLU, "dswiglu", DG_EPILOGUE_DSWIGLU);
 }
 
+static PyObject* gemm_gathers(PyObject* module, PyObject* unused) {
+  (void)module, (void)unused;
+  return Py_BuildValue("{s:i,s:i,s:i}", "none", DG_GATHER_NONE, "a", DG_GATHER_A, "b", DG_GATHER_B);
+}
+
 static PyObject* gemm_smem_bytes(PyObject* module, PyObject* const* args, Py_ssize_t nargs) {
   (void)module;
   static const dg_int_arg expected[] = {{"block_m", 1, 1024}, {"block_n", 1, 1024}, {"block_k", 1, 1024}, {"num_stages", 1, 64},
@@ -74,6 +79,7 @@ static PyObject* gemm_tiles(PyObject* module, PyObject* const* args, Py_ssize_t 
 PyMethodDef dg_views_schedule_methods[] = {
     DG_METHOD("gemm_kinds", gemm_kinds, METH_NOARGS, "gemm_kinds() -> {name: value of DG_GEMM_*}"),
     DG_METHOD("gemm_epilogues", gemm_epilogues, METH_NOARGS, "gemm_epilogues() -> {name: value of DG_EPILOGUE_*}"),
+    DG_METHOD("gemm_gathers", gemm_gathers, METH_NOARGS, "gemm_gathers() -> {name: value of DG_GATHER_*}"),
     DG_METHOD("gemm_smem_bytes", gemm_smem_bytes, METH_FASTCALL,
               "gemm_smem_bytes(block_m, block_n, block_k, num_stages, staging_boxes) -> dynamic shared memory in bytes"),
     DG_METHOD("gemm_tiles", gemm_tiles, METH_FASTCALL,

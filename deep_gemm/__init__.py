@@ -26,6 +26,7 @@ _NAMES_BY_MODULE = {
         "m_grouped_bf16_gemm_nn_contiguous",
         "m_grouped_bf16_gemm_nt_contiguous",
         "m_grouped_bf16_gemm_nt_masked",
+        "plan_gemm",
         "set_num_sms",
     ),
 }

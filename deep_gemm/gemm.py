@@ -9,22 +9,45 @@ Group extents are read on the GPU: no call copies anything to the host or waits 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .errors import BackendUnavailable
 from .gemm_config import shipped_specs
-from .gemm_launch import GROUP_ALIGNMENT, get_num_sms, launch, launch_k_grouped, launch_m_grouped, major_of, set_num_sms
+from .gemm_launch import (
+    GROUP_ALIGNMENT,
+    Gather,
+    GemmPlan,
+    get_num_sms,
+    launch,
+    launch_k_grouped,
+    launch_m_grouped,
+    major_of,
+    only_launches,
+    record,
+    set_num_sms,
+)
 
 __all__ = [
     "bf16_gemm_nn", "bf16_gemm_nt", "bf16_gemm_tn", "bf16_gemm_tt", "get_mk_alignment_for_contiguous_layout", "get_num_sms",
     "k_grouped_bf16_gemm_tn_contiguous", "launch_k_grouped", "launch_m_grouped", "m_grouped_bf16_gemm_nn_contiguous",
-    "m_grouped_bf16_gemm_nt_contiguous", "m_grouped_bf16_gemm_nt_masked", "set_num_sms", "shipped_specs",
+    "m_grouped_bf16_gemm_nt_contiguous", "m_grouped_bf16_gemm_nt_masked", "plan_gemm", "set_num_sms", "shipped_specs",
 ]  # fmt: skip
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:
     """Rows at which every group of a contiguous layout must start."""
     return GROUP_ALIGNMENT
+
+
+def plan_gemm(call: Callable[..., None], *args, **kwargs) -> GemmPlan:
+    """The launch of `call(*args, **kwargs)`, a GEMM of this module, checked and ready: plan() starts it again and again in 2 to 3 us of host time.
+
+    The plan keeps the addresses and sizes of these tensors (and the tensors); what they hold, group layouts too, may change between calls.
+    ValueError for a call that does more than one launch: a `c` that is another tensor than `d`, group sizes instead of ends, an empty result.
+    """
+    return record(lambda: call(*args, **kwargs))
 
 
 # ---- dense -------------------------------------------------------------------------------------------------------------------------
@@ -73,29 +96,38 @@ def m_grouped_bf16_gemm_nt_contiguous(
     compiled_dims: str = "nk",
     use_psum_layout: bool = False,
     expected_m_for_psum_layout: int | None = None,
+    *,
+    a_rows: torch.Tensor | None = None,
 ) -> None:
     """d [m, n] = a [m, k] @ b[group of the row] [n, k]^T, with b [G, n, k].
 
     grouped_layout  int32, contiguous. Default: [m], the group of each row, -1 = padding; a group starts at a multiple of
                     get_mk_alignment_for_contiguous_layout() rows. use_psum_layout: [G], the exclusive end row of each group; group g
                     starts at the end of g - 1 rounded up to that alignment.
+    a_rows          int32 [m], contiguous: row i of A is a[a_rows[i]], or zeros for -1; a is then [any, k] with unit stride in k.
     Rows without a group are not read into a result and their rows of d are not written.
     """
     _operand("a", a, 2)
     _operand("b", b, 3)
     (m, k), (groups, n, b_k) = a.shape, b.shape
+    if a_rows is not None:
+        m = d.shape[0]
+        _gathered("a", a, a_rows, m)
     _equal("b.shape[k]", b_k, "a's k", k)
     _result("d", d, (m, n), a.device)
     _layout("grouped_layout", grouped_layout, groups if use_psum_layout else m, a.device)
     if _nothing_to_sum(d, None, k):
         return
     kind = "m_ends" if use_psum_layout else "m_index"
-    launch(kind, a, b, d, m=m, layout=grouped_layout, num_groups=groups, window=(0, m))
+    gather = None if a_rows is None else Gather("a", a, a_rows)
+    launch(kind, None if gather else a, b, d, m=m, layout=grouped_layout, num_groups=groups, window=(0, m), gather=gather)
 
 
-def m_grouped_bf16_gemm_nn_contiguous(a, b, d, grouped_layout, compiled_dims: str = "nk", use_psum_layout: bool = False) -> None:
+def m_grouped_bf16_gemm_nn_contiguous(
+    a, b, d, grouped_layout, compiled_dims: str = "nk", use_psum_layout: bool = False, *, a_rows: torch.Tensor | None = None
+) -> None:
     """d [m, n] = a [m, k] @ b[group of the row] [k, n], with b [G, k, n]; as m_grouped_bf16_gemm_nt_contiguous."""
-    m_grouped_bf16_gemm_nt_contiguous(a, _transposed("b", b, 3), d, grouped_layout, use_psum_layout=use_psum_layout)
+    m_grouped_bf16_gemm_nt_contiguous(a, _transposed("b", b, 3), d, grouped_layout, use_psum_layout=use_psum_layout, a_rows=a_rows)
 
 
 def m_grouped_bf16_gemm_nt_masked(
@@ -131,21 +163,31 @@ def k_grouped_bf16_gemm_tn_contiguous(
     c: torch.Tensor | None = None,
     compiled_dims: str = "mn",
     use_psum_layout: bool = False,
+    *,
+    a_rows: torch.Tensor | None = None,
+    b_rows: torch.Tensor | None = None,
 ) -> None:
     """d[g] [m, n] = (c[g] +) a[rows of g]^T @ b[rows of g]; a [sum_k, m], b [sum_k, n], d [G, m, n].
 
     grouped_layout  [G] int32: rows of each group, one group after another; with use_psum_layout the exclusive end row of each group,
                     which starts at the end of the one before rounded up to get_mk_alignment_for_contiguous_layout().
+    a_rows, b_rows  int32 [sum_k], one of them at most: row i of the operand is a[a_rows[i]], or zeros for -1.
     ks_cpu          accepted for compatibility and not needed: the sizes are read on the GPU. Any size >= 0 works; a group without
                     rows gives zeros, or c[g].
     """
     _operand("a", a, 2)
     _operand("b", b, 2)
-    (rows, m), (b_rows, n) = a.shape, b.shape
-    _equal("b.shape[0]", b_rows, "a's rows", rows)
-    for name, t in (("a", a), ("b", b)):
-        if rows > 1 and t.shape[1] > 1 and t.stride(1) != 1:
+    m, n = a.shape[1], b.shape[1]
+    rows = (a if a_rows is None else b).shape[0]
+    if a_rows is not None and b_rows is not None:
+        raise ValueError("a_rows and b_rows are both given: expected one of them at most")
+    for name, t, listed in (("a", a, a_rows), ("b", b, b_rows)):
+        if t.shape[0] > 1 and t.shape[1] > 1 and t.stride(1) != 1:
             raise ValueError(f"{name}.stride() = {tuple(t.stride())}: expected unit stride in the last dimension")
+        if listed is None:
+            _equal(f"{name}.shape[0]", t.shape[0], "the other operand's rows", rows)
+        else:
+            _gathered(name, t, listed, rows)
     groups = d.shape[0] if d.dim() == 3 else 0
     _result("d", d, (groups, m, n), a.device)
     _layout("grouped_layout", grouped_layout, groups, a.device)
@@ -153,10 +195,14 @@ def k_grouped_bf16_gemm_tn_contiguous(
         raise ValueError(f"ks_cpu has {len(ks_cpu)} entries, but d has {groups} groups")
     if _nothing_to_sum(d, c, rows):
         return
+    if not use_psum_layout:
+        only_launches("group sizes are summed up first; give ends (use_psum_layout=True)")
     ends = grouped_layout if use_psum_layout else grouped_layout.cumsum(0, dtype=torch.int32)
     alignment = GROUP_ALIGNMENT if use_psum_layout else 1
     accumulate = _begin_with(d, c)
-    launch("k_ends", a.t(), b.t(), d, m=m, layout=ends, num_groups=groups, window=(0, rows), alignment=alignment, accumulate=accumulate)
+    gather = Gather("a", a, a_rows) if a_rows is not None else None if b_rows is None else Gather("b", b, b_rows)
+    launch("k_ends", None if a_rows is not None else a.t(), None if b_rows is not None else b.t(), d, m=m, layout=ends, num_groups=groups,
+           window=(0, rows), alignment=alignment, accumulate=accumulate, gather=gather)  # fmt: skip
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------------------------
@@ -174,6 +220,14 @@ def _operand(name: str, t: torch.Tensor, dim: int) -> None:
         raise ValueError(
             f"{name}: shape {tuple(t.shape)}, strides {tuple(t.stride())}, address {t.data_ptr():#x}: expected unit stride in one of the last two "
             "dimensions, all other strides multiples of 8 elements and a 16-byte aligned address; pad the inner dimension or copy"
+        )
+
+
+def _gathered(name: str, t: torch.Tensor, rows: torch.Tensor, length: int) -> None:
+    _layout(f"{name}_rows", rows, length, t.device)
+    if t.shape[1] % 8 or (t.shape[1] > 1 and t.stride(1) != 1):
+        raise ValueError(
+            f"{name}: shape {tuple(t.shape)}, strides {tuple(t.stride())}: expected rows of unit stride and a multiple of 8 elements, as they are gathered"
         )
 
 
@@ -230,5 +284,6 @@ def _begin_with(d: torch.Tensor, c: torch.Tensor | None) -> bool:
     if c.dtype != d.dtype or c.device != d.device:
         raise ValueError(f"c is {c.dtype} on {c.device}: expected {d.dtype} on {d.device}, as d")
     if c.data_ptr() != d.data_ptr() or c.stride() != d.stride():
+        only_launches("c is copied into d first; give c = d")
         d.copy_(c)
     return True

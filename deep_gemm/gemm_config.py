@@ -65,10 +65,12 @@ class GemmConfig:
     d_dtype: torch.dtype
     tile: Tile
     epilogue: str = "store"  # key of _C.gemm_epilogues()
+    gather: str = "none"  # key of _C.gemm_gathers(): the operand whose rows are listed
 
     @property
     def name(self) -> str:
         epilogue = "" if self.epilogue == "store" else f"_{self.epilogue}"
+        epilogue += "" if self.gather == "none" else f"_gather_{self.gather}"
         return f"sm90_bf16_gemm_{self.kind}{epilogue}_a{self.a_major}_b{self.b_major}_{D_TYPES[self.d_dtype][0]}_{self.tile.name}"
 
     @property
@@ -89,6 +91,7 @@ class GemmConfig:
             config={
                 "Params": CppType(params),
                 "kEpilogue": _C.gemm_epilogues()[self.epilogue],
+                "kGather": _C.gemm_gathers()[self.gather],
                 "kKind": _C.gemm_kinds()[self.kind],
                 "kPingPong": self.tile.pingpong,
                 "kCluster": self.tile.cluster,
@@ -108,9 +111,11 @@ class GemmConfig:
 
 
 def choose_config(
-    kind: str, a_major: str, b_major: str, d_dtype: torch.dtype, m: int, n: int, k: int, num_sms: int, epilogue: str = "store"
+    kind: str, a_major: str, b_major: str, d_dtype: torch.dtype, m: int, n: int, k: int, num_sms: int, epilogue: str = "store", gather: str = "none"
 ) -> GemmConfig:
     """m, n, k: the sizes that the host knows; rows of all groups together where these are m or k."""
+    if gather != "none":  # gathered tiles cannot be shared by a cluster
+        return GemmConfig(kind, a_major, b_major, d_dtype, TILES["pp192c1b8"], epilogue, gather)
     # What a tile's choice depends on, so that the cache does not grow with every new number of rows.
     rows = m if kind == "dense" else 0
     return _choose(kind, a_major, b_major, d_dtype, rows, m if kind == "k_ends" else 0, n, 0 if kind == "k_ends" else k, num_sms, epilogue)
@@ -181,4 +186,6 @@ def shipped_specs() -> list[KernelSpec]:
     configs += [GemmConfig("k_ends", "mn", "mn", d, TILES[t]) for d in (bf16, f32) for t in k_tiles]
     configs += [GemmConfig("m_ends", "k", b, bf16, TILES[t], e) for e, b in (("swiglu", "k"), ("dswiglu", "mn"))
                 for t in sorted({"pp192c2b16", *measured.get(("m", e), ())})]  # fmt: skip
+    configs += [choose_config("m_ends", "k", b, bf16, 0, 0, 0, 1, e, "a") for e, b in (("store", "k"), ("swiglu", "k"), ("dswiglu", "mn"))]
+    configs += [choose_config("k_ends", "mn", "mn", d, 0, 0, 0, 1, "store", g) for d in (bf16, f32) for g in ("a", "b")]
     return list(dict.fromkeys(config.spec() for config in configs))

@@ -7,6 +7,7 @@ stored is read from the strides.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -89,10 +90,86 @@ def get_num_sms(device: int | None = None) -> int:
     return total if _num_sms is None else min(_num_sms, total)
 
 
+@dataclass(frozen=True)
+class GemmPlan:
+    """One launch, ready: calling it starts the kernel on the current stream of its device, or on `stream`, with the addresses and sizes of the call
+    that it was made from. `tensors` keeps their memory alive."""
+
+    config: GemmConfig
+    params: bytes
+    num_ctas: int
+    device: int
+    tensors: tuple[torch.Tensor | None, ...]
+
+    def __call__(self, stream: int | None = None) -> None:
+        stream = torch.cuda.current_stream(self.device).cuda_stream if stream is None else stream
+        _kernel(self.config, self.device).launch(self.params, self.num_ctas, self.config.smem_bytes, stream, self.config.tile.cluster)
+
+
+@functools.cache
+def _kernel(config: GemmConfig, device: int):
+    return jit.load(config.spec(), device)
+
+
+_recorded: list[GemmPlan] | None = None  # while `record` runs: launches go here instead
+
+
+def record(call: Callable[[], None]) -> GemmPlan:
+    """The launch that `call` would make. ValueError when it makes none, or several."""
+    global _recorded
+    if _recorded is not None:
+        raise RuntimeError("a plan is being made already")
+    _recorded = []
+    try:
+        call()
+        plans = _recorded
+    finally:
+        _recorded = None
+    if len(plans) != 1:
+        raise ValueError(f"this call makes {len(plans)} launches: expected one (an empty result needs no plan)")
+    return plans[0]
+
+
+def only_launches(what: str) -> None:
+    """Called before work beside the launch, which a plan would not repeat."""
+    if _recorded is not None:
+        raise ValueError(f"a plan repeats one kernel launch and nothing else: {what}")
+
+
+def _start(config: GemmConfig, device: int, params: bytes, num_sms: int, stream: int | None, tensors: tuple[torch.Tensor | None, ...]) -> None:
+    cluster = config.tile.cluster
+    plan = GemmPlan(config, params, num_sms // cluster * cluster, device, tensors)
+    if _recorded is not None:
+        _recorded.append(plan)
+    elif torch.cuda.current_device() == device:
+        plan(stream)
+    else:
+        with torch.cuda.device(device):
+            plan(stream)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Rows of an operand ("a" or "b") that are listed: row i of the operand is row rows[i] of `source` [any, width], or zeros for -1.
+
+    rows: int32. m-grouped: the rows of a, indexed like the rows of d. k-grouped: the contraction, indexed like the rows of the other operand.
+    """
+
+    operand: str
+    source: torch.Tensor
+    rows: torch.Tensor
+
+    def fields(self) -> dict[str, int]:
+        return {"gather_rows": self.rows.data_ptr(), "gather_source": self.source.data_ptr(), "gather_stride": self.source.stride(0)}
+
+
+_NO_GATHER = {"gather_rows": 0, "gather_source": 0, "gather_stride": 0}
+
+
 def launch(
     kind: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
     d: torch.Tensor,
     *,
     m: int,
@@ -102,23 +179,20 @@ def launch(
     alignment: int = GROUP_ALIGNMENT,
     carry: tuple[torch.Tensor, torch.Tensor] | None = None,
     accumulate: bool = False,
+    gather: Gather | None = None,
     num_sms: int | None = None,
     stream: int | None = None,
 ) -> None:
-    """One GEMM launch: d [.., m, n] (unit stride on n) from the logical views a [.., m, k] and b [.., n, k]."""
-    n, k = b.shape[-2:]
-    device = d.device.index
-    if torch.cuda.current_device() != device:
-        with torch.cuda.device(device):
-            return launch(kind, a, b, d, m=m, layout=layout, num_groups=num_groups, window=window, alignment=alignment,
-                          carry=carry, accumulate=accumulate, num_sms=num_sms, stream=stream)  # fmt: skip
-    a_major, b_major = ("mn", "mn") if kind == "k_ends" else (major_of(a), major_of(b))
+    """One GEMM launch: d [.., m, n] (unit stride on n) from the logical views a [.., m, k] and b [.., n, k]; None for the one that is gathered."""
+    n, device = d.shape[-1], d.device.index
+    k = gather.source.shape[1] if a is None and kind != "k_ends" else (b if a is None else a).shape[-1]
+    a_major, b_major = ("mn", "mn") if kind == "k_ends" else ("k" if a is None else major_of(a), major_of(b))
     num_sms = num_sms or get_num_sms(device)
-    config = choose_config(kind, a_major, b_major, d.dtype, m, n, k, num_sms)
+    config = choose_config(kind, a_major, b_major, d.dtype, m, n, k, num_sms, gather="none" if gather is None else gather.operand)
     d_map = _result_map(d)
     params = _C.pack(
         "GemmParams",
-        **_common_fields(config, a, b, m=m, n=n, k=k, layout=layout, num_groups=num_groups, window=window, alignment=alignment),
+        **_common_fields(config, a, b, gather, m=m, n=n, k=k, layout=layout, num_groups=num_groups, window=window, alignment=alignment),
         d_map=d_map or bytes(128),
         d_has_map=d_map is not None,
         d=d.data_ptr(),
@@ -128,13 +202,15 @@ def launch(
         d_group_stride=d.stride(0) if d.dim() == 3 else 0,
         accumulate=accumulate,
     )
-    _start(config, device, params, num_sms, stream)
+    _start(config, device, params, num_sms, stream, (a, b, d, layout, *(carry or ()), *((gather.source, gather.rows) if gather else ())))
 
 
-def _common_fields(config: GemmConfig, a, b, *, m, n, k, layout, num_groups, window, alignment) -> dict[str, object]:
+def _common_fields(config: GemmConfig, a, b, gather: Gather | None, *, m, n, k, layout, num_groups, window, alignment) -> dict[str, object]:
+    parts = 2 if config.epilogue == "swiglu" else config.tile.cluster  # boxes that make up a K-major tile of b
     return {
-        "a": _operand_map(a, config.a_major, BLOCK_M // config.tile.cluster),
-        "b": _operand_map(b, config.b_major, config.tile.block_n // (2 if config.epilogue == "swiglu" else config.tile.cluster)),
+        "a": bytes(128) if a is None else _operand_map(a, config.a_major, BLOCK_M // config.tile.cluster),
+        "b": bytes(128) if b is None else _operand_map(b, config.b_major, config.tile.block_n // parts),
+        **(_NO_GATHER if gather is None else gather.fields()),
         "group_layout": 0 if layout is None else layout.data_ptr(),
         "m": m,
         "n": n,
@@ -146,29 +222,22 @@ def _common_fields(config: GemmConfig, a, b, *, m, n, k, layout, num_groups, win
     }
 
 
-def _start(config: GemmConfig, device: int, params: bytes, num_sms: int, stream: int | None) -> None:
-    cluster = config.tile.cluster
-    stream = torch.cuda.current_stream(device).cuda_stream if stream is None else stream
-    _kernel(config, device).launch(params, num_sms // cluster * cluster, config.smem_bytes, stream, cluster)
-
-
-@functools.cache
-def _kernel(config: GemmConfig, device: int):
-    return jit.load(config.spec(), device)
-
-
-def launch_m_grouped(a, b, d, group_ends, *, b_major, window=NO_WINDOW, accumulate=False, num_sms=None, stream=None) -> None:
+def launch_m_grouped(a, b, d, group_ends, *, b_major, rows=None, window=NO_WINDOW, accumulate=False, num_sms=None, stream=None) -> None:
     """d[rows of g] = a[rows of g] @ b[g]^T for the groups and the window of `group_ends` (docs/design.md, "GEMM").
 
     a [rows, k], d [rows, n] (a column slice is fine); b [G, n, k] for b_major "k" or [G, k, n] for "mn"; group_ends [G] int32.
+    rows: int32, a row for each row of d: row i of a is then a[rows[i]], or zeros for -1; a [any, k] has unit stride in k.
     """
     weight = b if b_major == "k" else b.transpose(1, 2)
-    launch("m_ends", a, weight, d, m=a.shape[0], layout=group_ends, num_groups=b.shape[0], window=window, accumulate=accumulate,
-           num_sms=num_sms, stream=stream)  # fmt: skip
+    gather = None if rows is None else Gather("a", a, rows)
+    launch("m_ends", None if gather else a, weight, d, m=d.shape[0], layout=group_ends, num_groups=b.shape[0], window=window,
+           accumulate=accumulate, gather=gather, num_sms=num_sms, stream=stream)  # fmt: skip
 
 
-def launch_k_grouped(a, b, d, group_ends, *, window=NO_WINDOW, carry=None, accumulate=False, num_sms=None, stream=None) -> None:
-    """d[g] (+)= a[rows of g]^T @ b[rows of g] over the window; a [rows, m], b [rows, n], d [G, m, n].
+def launch_k_grouped(
+    a, b, d, group_ends, *, gather: Gather | None = None, window=NO_WINDOW, carry=None, accumulate=False, num_sms=None, stream=None
+) -> None:
+    """d[g] (+)= a[rows of g]^T @ b[rows of g] over the window; a [rows, m], b [rows, n], d [G, m, n]. The gathered operand is None.
 
     carry [2, m, n] FP32, needed when d is BF16 and there are several windows, all of one size: a window reads the half that the window before it
     wrote and writes the other, because it may end one group's sum and begin another's.
@@ -176,8 +245,8 @@ def launch_k_grouped(a, b, d, group_ends, *, window=NO_WINDOW, carry=None, accum
     if carry is not None:
         parity = window[0] // (window[1] - window[0]) % 2
         carry = (carry[1 - parity], carry[parity])
-    launch("k_ends", a.t(), b.t(), d, m=a.shape[1], layout=group_ends, num_groups=d.shape[0], window=window, carry=carry,
-           accumulate=accumulate, num_sms=num_sms, stream=stream)  # fmt: skip
+    launch("k_ends", None if a is None else a.t(), None if b is None else b.t(), d, m=d.shape[-2], layout=group_ends, num_groups=d.shape[0],
+           window=window, carry=carry, accumulate=accumulate, gather=gather, num_sms=num_sms, stream=stream)  # fmt: skip
 
 
 # ---- gated activation --------------------------------------------------------------------------------------------------------------
@@ -202,19 +271,19 @@ class Gate:
     row_weight_stride: int = 0
 
 
-def launch_swiglu(x, w_gate, w_up, a, group_ends, gate: Gate, *, z=None, window=NO_WINDOW, num_sms=None, stream=None) -> None:
+def launch_swiglu(x, w_gate, w_up, a, group_ends, gate: Gate, *, z=None, rows=None, window=NO_WINDOW, num_sms=None, stream=None) -> None:
     """a[rows of g] = act(z + bias) (times the row's weight), z = x[rows of g] @ [w_gate[g]; w_up[g]]^T, in one launch.
 
     x [C, H], w_gate and w_up [G, I, H] (K-major, any group stride), a [C, I], z [C, 2I] or None: not stored; BF16. Rows between a group's end and
-    the next multiple of 128 hold nothing afterwards.
+    the next multiple of 128 hold nothing afterwards. rows: as in `launch_m_grouped`.
     """
-    device, (rows, width) = x.device.index, a.shape
-    num_sms = num_sms or get_num_sms(device)
-    config = choose_config("m_ends", "k", "k", a.dtype, rows, width, x.shape[1], num_sms, "swiglu")
+    gather = None if rows is None else Gather("a", x, rows)
+    device, num_sms = x.device.index, num_sms or get_num_sms(x.device.index)
+    config = choose_config("m_ends", "k", "k", a.dtype, *a.shape, x.shape[1], num_sms, "swiglu", "a" if gather else "none")
     maps = {"z_gate_map": bytes(128), "z_up_map": bytes(128)} if z is None else _halves("z", z)
     params = _C.pack(
         "GemmGatedParams",
-        **_gated_fields(config, x, w_gate, a, group_ends, gate, window),
+        **_gated_fields(config, x, w_gate, a, group_ends, gate, gather, window),
         **maps,
         b_up=_operand_map(w_up, "k", config.tile.block_n // 2),
         dz_gate_map=bytes(128),
@@ -223,21 +292,21 @@ def launch_swiglu(x, w_gate, w_up, a, group_ends, gate: Gate, *, z=None, window=
         row_dp_stride=0,
         save_z=z is not None,
     )
-    _start(config, device, params, num_sms, stream)
+    _start(config, device, params, num_sms, stream, (x, w_gate, w_up, a, z, group_ends, rows))
 
 
-def launch_dswiglu(dy, w2, z, dz, act, row_dp, group_ends, gate: Gate, *, window=NO_WINDOW, num_sms=None, stream=None) -> None:
+def launch_dswiglu(dy, w2, z, dz, act, row_dp, group_ends, gate: Gate, *, rows=None, window=NO_WINDOW, num_sms=None, stream=None) -> None:
     """With dA' = dy[rows of g] @ w2[g]: dz = p act'(z + bias) dA', act = p a, row_dp[j, row] = partial sums of dA' a, in one launch.
 
     dy [C, H], w2 [G, H, I], z and dz [C, 2I] (may be the same), act [C, I]; BF16. row_dp FP32 [dp_parts(I), C]: their sum over the first dimension is
-    dp. Padding rows as in `launch_swiglu`.
+    dp. Padding rows as in `launch_swiglu`. rows: as in `launch_m_grouped`.
     """
-    device, (rows, width) = dy.device.index, act.shape
-    num_sms = num_sms or get_num_sms(device)
-    config = choose_config("m_ends", "k", "mn", act.dtype, rows, width, dy.shape[1], num_sms, "dswiglu")
+    gather = None if rows is None else Gather("a", dy, rows)
+    device, num_sms = dy.device.index, num_sms or get_num_sms(dy.device.index)
+    config = choose_config("m_ends", "k", "mn", act.dtype, *act.shape, dy.shape[1], num_sms, "dswiglu", "a" if gather else "none")
     params = _C.pack(
         "GemmGatedParams",
-        **_gated_fields(config, dy, w2.transpose(1, 2), act, group_ends, gate, window),
+        **_gated_fields(config, dy, w2.transpose(1, 2), act, group_ends, gate, gather, window),
         **_halves("z", z),
         **_halves("dz", dz),
         b_up=bytes(128),
@@ -245,7 +314,7 @@ def launch_dswiglu(dy, w2, z, dz, act, row_dp, group_ends, gate: Gate, *, window
         row_dp_stride=row_dp.stride(0),
         save_z=False,
     )
-    _start(config, device, params, num_sms, stream)
+    _start(config, device, params, num_sms, stream, (dy, w2, z, dz, act, row_dp, group_ends, rows))
 
 
 def dp_parts(width: int) -> int:
@@ -253,10 +322,10 @@ def dp_parts(width: int) -> int:
     return -(-width // DP_COLUMNS)
 
 
-def _gated_fields(config: GemmConfig, rows, weight, d, group_ends, gate: Gate, window) -> dict[str, object]:
-    (m, k), n = rows.shape, d.shape[1]
-    common = _common_fields(config, rows, weight, m=m, n=n, k=k, layout=group_ends, num_groups=weight.shape[0], window=window,
-                            alignment=GROUP_ALIGNMENT)  # fmt: skip
+def _gated_fields(config: GemmConfig, source, weight, d, group_ends, gate: Gate, gather: Gather | None, window) -> dict[str, object]:
+    a = None if gather else source
+    common = _common_fields(config, a, weight, gather, m=d.shape[0], n=d.shape[1], k=source.shape[1], layout=group_ends,
+                            num_groups=weight.shape[0], window=window, alignment=GROUP_ALIGNMENT)  # fmt: skip
     unused = {"d": 0, "carry_in": 0, "carry_out": 0, "ldd": 0, "d_group_stride": 0, "accumulate": False, "d_has_map": True}
     return common | unused | vars(gate) | {"d_map": _gated_map(d)}
 

@@ -11,11 +11,14 @@
 // carry_in/out  FP32 [m, n] or 0, used when D is BF16: partial sum of the k-group that this window's begin (in) or end (out) cuts. Two
 //               buffers, as one launch reads the former for one group while it writes the latter for another
 // group_layout  int32, by kind: index (a group per row, -1 none), ends, or rows per group; 0 when dense
+// gather_rows   int32: which row of gather_source each row of a (m-grouped) or each row of the contraction (k-grouped) is, -1 = zeros; indexed like
+//               the rows of the operand that it replaces. gather_source: BF16 rows, stride gather_stride in elements, 16-byte aligned
 // window_*      part of the virtual rows that the operands hold (kinds with ends)
 // alignment     of each group's first row (kinds with ends)
 // accumulate    1: D += result, 0: D = result
 #define DG_GEMM_PARAMS(F)                                                                                      \
-  F(tensor_map, a) F(tensor_map, b) F(tensor_map, d_map) F(pointer, d) F(pointer, carry_in) F(pointer, carry_out) F(pointer, group_layout) F(i64, ldd)       \
+  F(tensor_map, a) F(tensor_map, b) F(tensor_map, d_map) F(pointer, d) F(pointer, carry_in) F(pointer, carry_out) F(pointer, group_layout) F(pointer, gather_rows)  \
+  F(pointer, gather_source) F(i64, gather_stride) F(i64, ldd)                                                  \
   F(i64, d_group_stride) F(i32, m) F(i32, n) F(i32, k) F(i32, num_groups) F(i32, window_begin)                 \
   F(i32, window_end) F(i32, alignment) F(i32, accumulate) F(i32, d_has_map)
 DG_DEFINE_STRUCT(GemmParams, DG_GEMM_PARAMS)
@@ -36,6 +39,7 @@ DG_DEFINE_STRUCT(GemmParams, DG_GEMM_PARAMS)
   F(f32, clamp)
 DG_DEFINE_STRUCT(GemmGatedParams, DG_GEMM_GATED_PARAMS)
 
+enum { DG_GATHER_NONE = 0, DG_GATHER_A = 1, DG_GATHER_B = 2 };
 enum { DG_EPILOGUE_STORE = 0, DG_EPILOGUE_SWIGLU = 1, DG_EPILOGUE_DSWIGLU = 2 };
 
 // One box of the epilogue's staging (epilogue/store.cuh): 64 rows of 128 bytes.
