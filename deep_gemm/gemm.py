@@ -26,6 +26,7 @@ from .gemm_launch import (
     major_of,
     only_launches,
     record,
+    remembered,
     set_num_sms,
 )
 
@@ -53,6 +54,7 @@ def plan_gemm(call: Callable[..., None], *args, **kwargs) -> GemmPlan:
 # ---- dense -------------------------------------------------------------------------------------------------------------------------
 
 
+@remembered
 def bf16_gemm_nt(a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, c: torch.Tensor | None = None, compiled_dims: str = "nk") -> None:
     """d [m, n] = (c +) a [m, k] @ b [n, k]^T. `compiled_dims` is accepted for compatibility: every dimension is read at run time.
 
@@ -88,6 +90,7 @@ def bf16_gemm_tt(a, b, d, c=None, compiled_dims: str = "mn") -> None:
 # ---- m-grouped ---------------------------------------------------------------------------------------------------------------------
 
 
+@remembered
 def m_grouped_bf16_gemm_nt_contiguous(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -130,6 +133,7 @@ def m_grouped_bf16_gemm_nn_contiguous(
     m_grouped_bf16_gemm_nt_contiguous(a, _transposed("b", b, 3), d, grouped_layout, use_psum_layout=use_psum_layout, a_rows=a_rows)
 
 
+@remembered
 def m_grouped_bf16_gemm_nt_masked(
     a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, masked_m: torch.Tensor, expected_m: int, compiled_dims: str = "nk"
 ) -> None:
@@ -154,6 +158,7 @@ def m_grouped_bf16_gemm_nt_masked(
 # ---- k-grouped ---------------------------------------------------------------------------------------------------------------------
 
 
+@remembered
 def k_grouped_bf16_gemm_tn_contiguous(
     a: torch.Tensor,
     b: torch.Tensor,

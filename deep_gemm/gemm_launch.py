@@ -7,8 +7,9 @@ stored is read from the strides.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -98,12 +99,21 @@ class GemmPlan:
     config: GemmConfig
     params: bytes
     num_ctas: int
+    smem_bytes: int
     device: int
     tensors: tuple[torch.Tensor | None, ...]
 
     def __call__(self, stream: int | None = None) -> None:
         stream = torch.cuda.current_stream(self.device).cuda_stream if stream is None else stream
-        _kernel(self.config, self.device).launch(self.params, self.num_ctas, self.config.smem_bytes, stream, self.config.tile.cluster)
+        _kernel(self.config, self.device).launch(self.params, self.num_ctas, self.smem_bytes, stream, self.config.tile.cluster)
+
+    def on_its_device(self, stream: int | None = None) -> None:
+        """The same from a thread whose current device may be another."""
+        if torch.cuda.current_device() == self.device:
+            self(stream)
+        else:
+            with torch.cuda.device(self.device):
+                self(stream)
 
 
 @functools.cache
@@ -111,41 +121,80 @@ def _kernel(config: GemmConfig, device: int):
     return jit.load(config.spec(), device)
 
 
-_recorded: list[GemmPlan] | None = None  # while `record` runs: launches go here instead
+_thread = threading.local()  # .recorded: while `record` runs, the launches of this thread go there instead
+
+
+def _recorded() -> list[GemmPlan] | None:
+    return getattr(_thread, "recorded", None)
+
+
+class NotOneLaunch(ValueError):
+    """A call that a plan cannot repeat."""
 
 
 def record(call: Callable[[], None]) -> GemmPlan:
-    """The launch that `call` would make. ValueError when it makes none, or several."""
-    global _recorded
-    if _recorded is not None:
+    """The launch that `call` would make. NotOneLaunch when it makes none, or several, or does other work."""
+    if _recorded() is not None:
         raise RuntimeError("a plan is being made already")
-    _recorded = []
+    plans = _thread.recorded = []
     try:
         call()
-        plans = _recorded
     finally:
-        _recorded = None
+        _thread.recorded = None
     if len(plans) != 1:
-        raise ValueError(f"this call makes {len(plans)} launches: expected one (an empty result needs no plan)")
+        raise NotOneLaunch(f"this call makes {len(plans)} launches: expected one (an empty result needs no plan)")
     return plans[0]
 
 
 def only_launches(what: str) -> None:
     """Called before work beside the launch, which a plan would not repeat."""
-    if _recorded is not None:
-        raise ValueError(f"a plan repeats one kernel launch and nothing else: {what}")
+    if _recorded() is not None:
+        raise NotOneLaunch(f"a plan repeats one kernel launch and nothing else: {what}")
+
+
+_REMEMBERED_LAUNCHES = 4096
+
+
+def remembered(call: Callable[..., None]) -> Callable[..., None]:
+    """`call`, whose checks and tensor maps are made once for arguments that describe the same memory: a second call costs a look-up and the launch."""
+    launches: dict[tuple, GemmPlan] = {}
+
+    @functools.wraps(call)
+    def wrapper(*args, **kwargs) -> None:
+        if _recorded() is not None:
+            return call(*args, **kwargs)
+        key = (_num_sms, *map(_memory_of, args), *kwargs, *map(_memory_of, kwargs.values()))
+        try:
+            plan = launches.get(key)
+        except TypeError:  # an argument that is not hashable: the call says what it expects
+            return call(*args, **kwargs)
+        if plan is None:
+            try:
+                plan = replace(record(lambda: call(*args, **kwargs)), tensors=())  # does not keep memory alive: the key says where it is
+            except NotOneLaunch:
+                return call(*args, **kwargs)
+            if len(launches) >= _REMEMBERED_LAUNCHES:
+                launches.clear()
+            launches[key] = plan
+        plan.on_its_device()
+
+    return wrapper
+
+
+def _memory_of(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _start(config: GemmConfig, device: int, params: bytes, num_sms: int, stream: int | None, tensors: tuple[torch.Tensor | None, ...]) -> None:
     cluster = config.tile.cluster
-    plan = GemmPlan(config, params, num_sms // cluster * cluster, device, tensors)
-    if _recorded is not None:
-        _recorded.append(plan)
-    elif torch.cuda.current_device() == device:
-        plan(stream)
+    plan = GemmPlan(config, params, num_sms // cluster * cluster, config.smem_bytes, device, tensors)
+    recorded = _recorded()
+    if recorded is not None:
+        recorded.append(plan)
     else:
-        with torch.cuda.device(device):
-            plan(stream)
+        plan.on_its_device(stream)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ __device__ __forceinline__ void sm90_bf16_gemm(const typename Config::Params& pa
     if (warp == 0) LoadRole<Config>{params, smem}.run();
     if (warp == 1 && cute::elect_one_sync()) smem.tiles.run(Traits::problem(params), reinterpret_cast<const int*>(params.group_layout));
     if constexpr (Traits::kGatherWarps > 0)
-      if (warp >= 2) GatherRole<Config>{params, smem, static_cast<int>(threadIdx.x) % 64}.run();
+      if (warp >= 2) GatherRole<Config>{params, smem}.run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kMathRegisters>();
     MathRole<Config>{params, smem, warpgroup}.run();

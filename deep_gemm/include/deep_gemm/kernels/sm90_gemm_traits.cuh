@@ -34,7 +34,7 @@ struct GemmTraits {
   static_assert(kGatherWarps == 0 || kCluster == 1, "a gathered tile cannot be multicast");
   using TileA = OperandTile<kMajorA, kBlockM, kBlockK>;
   using TileB = OperandTile<kMajorB, kBlockN, kBlockK>;
-  using Ring = OperandRing<TileA, TileB, kStages, kReaders, kCluster, kGatherWarps>;
+  using Ring = OperandRing<TileA, TileB, kStages, kReaders, kCluster, 32 * kGatherWarps>;
   static constexpr uint32_t kTmaBytes = (kGatherA ? 0 : TileA::kBytes) + (kGatherB ? 0 : TileB::kBytes);  // of a stage
   using Acc = Accumulator<kBlockN>;
   static_assert(kAtoms * Acc::kRegisters <= 192, "the accumulator leaves 40 registers to everything else");

@@ -12,7 +12,8 @@
 //               buffers, as one launch reads the former for one group while it writes the latter for another
 // group_layout  int32, by kind: index (a group per row, -1 none), ends, or rows per group; 0 when dense
 // gather_rows   int32: which row of gather_source each row of a (m-grouped) or each row of the contraction (k-grouped) is, -1 = zeros; indexed like
-//               the rows of the operand that it replaces. gather_source: BF16 rows, stride gather_stride in elements, 16-byte aligned
+//               the rows of the operand that it replaces. gather_source: BF16 rows, 16-byte aligned, stride gather_stride in elements; the last
+//               row begins below 64 GiB
 // window_*      part of the virtual rows that the operands hold (kinds with ends)
 // alignment     of each group's first row (kinds with ends)
 // accumulate    1: D += result, 0: D = result

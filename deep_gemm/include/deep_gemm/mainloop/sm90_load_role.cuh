@@ -46,72 +46,75 @@ struct LoadRole {
 
 // kGatherWarps warps: the tiles of an operand whose rows are listed (params.gather_rows) and lie anywhere. TMA cannot gather on this architecture, so
 // every thread copies 16-byte chunks to where TMA would have put them. A row is one row of A, or, in a k-group, one index of the contraction.
+// Eight threads copy 128 bytes of a row; a thread keeps its place among eight rows, so that its place in shared memory moves by constants only.
 template <class Config>
 struct GatherRole {
   using Traits = GemmTraits<Config>;
   static constexpr bool kA = Traits::kGatherA, kRowsAreK = Traits::kKGrouped;
-  static constexpr int kBlockMN = kA ? Traits::kBlockM : Traits::kBlockN, kThreads = 32 * Traits::kGatherWarps;
-  static constexpr int kRows = kRowsAreK ? Traits::kBlockK : kBlockMN, kBoxes = kRowsAreK ? kBlockMN / kSwizzleElements : 1;
-  static constexpr int kBoxBytes = kSwizzleBytes * Traits::kBlockK;
-  static constexpr int kLag = 2;  // stages whose copies may be under way while the next is begun
-  static_assert(kLag < Traits::kStages && (kA ? Traits::kMajorA : Traits::kMajorB) == (kRowsAreK ? Major::kMN : Major::kK));
+  static constexpr int kBlockMN = kA ? Traits::kBlockM : Traits::kBlockN, kRowStep = 32 * Traits::kGatherWarps / 8;
+  static constexpr int kRows = (kRowsAreK ? Traits::kBlockK : kBlockMN) / kRowStep, kBoxes = kRowsAreK ? kBlockMN / kSwizzleElements : 1;
+  static_assert(kRowStep == 8, "rows of a swizzle atom");
+  static_assert((kA ? Traits::kMajorA : Traits::kMajorB) == (kRowsAreK ? Major::kMN : Major::kK));
 
   const typename Traits::Params& params;
   typename Traits::SharedStorage& smem;
-  const int thread;  // of kThreads
+
+  // This thread's rows, of a tile or of a k block: where they begin, in units of 16 bytes; kZeros where there is none.
+  static constexpr uint32_t kZeros = ~0u;
+  struct Rows {
+    uint32_t begin[kRows];
+  };
 
   __device__ __forceinline__ void run() {
-    typename Traits::Ring::Position at, landed;
+    typename Traits::Ring::Position at;
     typename Traits::TileQueue::Reader tiles{smem.tiles};
-    int under_way = 0;
     for (const dg_gemm_tile* tile; (tile = tiles.next());) {
       const int blocks = Traits::k_blocks(*tile);
+      Rows rows;
+      if constexpr (!kRowsAreK) find(tile->m_begin, tile->num_rows, rows);
 #pragma unroll 1
       for (int block = 0; block < blocks; ++block, at.advance()) {
+        const int k = tile->k_begin + block * Traits::kBlockK;
+        if constexpr (kRowsAreK) find(k, tile->k_end - k, rows);
         smem.ring.empty[at.stage].wait(at.phase ^ 1);
-        copy(*tile, tile->k_begin + block * Traits::kBlockK, kA ? smem.operands.a[at.stage] : smem.operands.b[at.stage]);
-        ptx::cp_async_commit();
-        if (under_way < kLag) {
-          ++under_way;
-        } else {
-          ptx::cp_async_wait<kLag>();
-          tell(landed);
-        }
+        if constexpr (kRowsAreK) copy(rows, kA ? tile->m_begin : tile->n_begin, kA ? params.m : params.n, at.stage);
+        else copy(rows, k, params.k, at.stage);
+        ptx::cp_async_arrive(cute::cast_smem_ptr_to_uint(&smem.ring.full[at.stage]));
       }
       tiles.release();
     }
-    ptx::cp_async_wait<0>();
-    for (; under_way > 0; --under_way) tell(landed);
   }
 
  private:
-  // This warp's copies into the next stage in order have landed, and WGMMA may read them.
-  __device__ __forceinline__ void tell(typename Traits::Ring::Position& landed) {
-    ptx::fence_proxy_async_shared();
-    __syncwarp();
-    if (thread % 32 == 0) smem.ring.full[landed.stage].arrive();
-    landed.advance();
+  // The rows listed from `first` on, of which `count` belong to the tile.
+  __device__ __forceinline__ void find(int first, int count, Rows& rows) const {
+    const int place = threadIdx.x % 64 / 8;
+    const int* list = reinterpret_cast<const int*>(params.gather_rows) + first + place;
+    const uint32_t stride = static_cast<uint32_t>(params.gather_stride) / 8;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int source = place + i * kRowStep < count ? __ldg(list + i * kRowStep) : -1;
+      rows.begin[i] = source < 0 ? kZeros : source * stride;
+      ptx::forget(rows.begin[i]);  // or the compiler keeps the row numbers too, to tell which exist
+    }
   }
 
-  // Eight threads copy 128 bytes of a row. A thread keeps its place among eight rows, so that its place in shared memory only moves by constants.
-  __device__ __forceinline__ void copy(const dg_gemm_tile& tile, int k, uint8_t* to) const {
-    constexpr int kStep = kThreads / 8;
-    static_assert(kStep == 8, "rows of a swizzle atom");
-    const int place = thread / 8, chunk = thread % 8;
-    const int rows = (kRowsAreK ? tile.k_end - k : tile.num_rows) - place;
-    const int column = 8 * chunk + (kRowsAreK ? (kA ? tile.m_begin : tile.n_begin) : k);
-    const int columns = (kRowsAreK ? (kA ? params.m : params.n) : params.k) - column;
-    const int* list = reinterpret_cast<const int*>(params.gather_rows) + (kRowsAreK ? k : tile.m_begin) + place;
-    const auto* from = reinterpret_cast<const __nv_bfloat16*>(params.gather_source) + column;
-    const uint32_t base = cute::cast_smem_ptr_to_uint(to) + box_offset<kSwizzleBytes>(place, chunk);
-#pragma unroll kRowsAreK ? 2 : 4
-    for (int row = 0; row < kRows; row += kStep) {
-      const int source = row < rows ? __ldg(list + row) : -1;
-      const auto* at = from + (source < 0 ? 0 : source * params.gather_stride);
+  // 16 bytes of the 128 from column `first` on, and of every further box, of each row.
+  __device__ __forceinline__ void copy(const Rows& rows, int first, int num_columns, int stage) const {
+    const int thread = ptx::thread_index_anew() % 64, column = first + 8 * (thread % 8);
+    const uint8_t* tile = kA ? smem.operands.a[stage] : smem.operands.b[stage];
+    const uint32_t to = cute::cast_smem_ptr_to_uint(tile) + box_offset<kSwizzleBytes>(thread / 8, thread % 8);
+    const auto* from = reinterpret_cast<const uint4*>(params.gather_source) + column / 8;
 #pragma unroll
-      for (int box = 0; box < kBoxes; ++box)
-        ptx::cp_async_16(base + box * kBoxBytes + row * kSwizzleBytes, at + box * kSwizzleElements,
-                         source >= 0 && box * kSwizzleElements < columns ? 16 : 0);
+    for (int i = 0; i < kRows; ++i) {
+      uint32_t begin = rows.begin[i];
+      ptx::forget(begin);  // or it keeps 64-bit addresses of all rows across k blocks
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        const bool exists = begin != kZeros && column + box * kSwizzleElements < num_columns;
+        ptx::cp_async_16(to + box * (kSwizzleBytes * Traits::kBlockK) + i * kRowStep * kSwizzleBytes,
+                         from + begin + box * (kSwizzleElements / 8), exists ? 16 : 0);
+      }
     }
   }
 };

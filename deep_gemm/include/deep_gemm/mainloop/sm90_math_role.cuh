@@ -80,6 +80,7 @@ struct MathRole {
     for (int block = 0; block < blocks; ++block, at.advance()) {
       ring.full[at.stage].wait(at.phase);
       if (Traits::kPingPong && block == blocks - 1) end_turn();
+      if (Traits::kGatherWarps > 0) ptx::fence_proxy_async_shared();  // WGMMA reads what ordinary copies wrote; here, so that those need not wait
       const int valid = tile.k_end - tile.k_begin - block * Traits::kBlockK;
       if (Traits::kKGrouped && valid < Traits::kBlockK) zero_k_tail(valid);
       fence<kActive>(acc);

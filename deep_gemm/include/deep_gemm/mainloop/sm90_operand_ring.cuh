@@ -1,8 +1,8 @@
 // The operand ring of a GEMM: TMA fills stages, WGMMA empties them.
 //
 // Barriers (kStages of each):
-//   full   count 1 + kGatherWarps: the load warp's arrive with expected bytes, and each gathering warp once its copies have landed; completes when
-//          both operand tiles have landed. Waited on by the math threads that read the stage.
+//   full   count 1 + kGatherThreads: the load warp's arrive with expected bytes, and each gathering thread's once its copies have landed; completes
+//          when both operand tiles have landed. Waited on by the math threads that read the stage.
 //   empty  count kReaders * kCluster: one thread of each math warpgroup that reads the stage, in every CTA of the cluster, once its WGMMAs have
 //          read it, as the load threads write into each other's stages. Waited on by the load warp.
 #pragma once
@@ -13,7 +13,7 @@
 
 namespace deep_gemm {
 
-template <class TileA, class TileB, int kStages, int kReaders, int kCluster, int kGatherWarps>
+template <class TileA, class TileB, int kStages, int kReaders, int kCluster, int kGatherThreads>
 struct OperandRing {
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
@@ -26,7 +26,7 @@ struct OperandRing {
 
     __device__ __forceinline__ void init_barriers() {
       for (int i = 0; i < kStages; ++i) {
-        full[i].init(1 + kGatherWarps);
+        full[i].init(1 + kGatherThreads);
         empty[i].init(kReaders * kCluster);
       }
     }

@@ -12,6 +12,10 @@ __device__ __forceinline__ int thread_index_anew() {
 }
 
 // No instruction: what was computed from `value` before is not known to be so after, and need not be kept in a register meanwhile.
-__device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
+template <class T>
+__device__ __forceinline__ void forget(T& value) {
+  static_assert(sizeof(T) == 4);
+  asm volatile("" : "+r"(value));
+}
 
 }  // namespace deep_gemm::ptx
