@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from deep_gemm import environment, gemm_launch, jit
+from deep_gemm import environment, jit
+from deep_gemm.gemm_config import choose_config
+from deep_gemm.gemm_launch import get_num_sms
 from deep_gemm.mega.backend import Gradients, Problem, WeightGrads
 from deep_gemm.mega.staged import backward, forward
 from deep_gemm.mega.staged.call import Resources
@@ -43,7 +45,7 @@ class StagedBackend:
             timeout_s=timeout_s,
         )
         if buffer.num_ranks > 1:
-            load_gemms(buffer.settings, device.index)
+            load_gemms(buffer.settings, self._resources.num_sms or get_num_sms(device.index), device.index)
         torch.cuda.synchronize(device)  # scratch is cleared before any stream uses it
 
     @staticmethod
@@ -93,19 +95,20 @@ def read_timeout_s() -> float:
     return value
 
 
-def gemm_specs(settings: MegaMoeSettings) -> list[jit.KernelSpec]:
+def gemm_specs(settings: MegaMoeSettings, num_sms: int) -> list[jit.KernelSpec]:
     """The GEMM variants that calls with these settings can ask for."""
     bf16, f32 = torch.bfloat16, torch.float32
-    hidden, width, experts = settings.hidden, settings.intermediate_hidden, settings.num_local_experts
-    m_grouped = [("k", bf16, 2 * width), ("k", bf16, width), ("k", bf16, hidden)]  # GEMM 1 (one or two weights), GEMM 2
-    m_grouped += [("mn", bf16, width), ("mn", bf16, hidden), ("mn", f32, hidden)]  # dgrad 2, dgrad 1 (one or two weights)
-    configs = [gemm_launch.choose_config("m_ends", "k", b, d, n, experts) for b, d, n in m_grouped]
-    configs += [gemm_launch.choose_config("k_ends", "mn", "mn", d, n, experts) for d in (bf16, f32) for n in (hidden, width)]
+    hidden, width = settings.hidden, settings.intermediate_hidden
+    m_grouped = [("k", bf16, 2 * width, hidden), ("k", bf16, width, hidden), ("k", bf16, hidden, width)]  # GEMM 1 (one or two weights), GEMM 2
+    m_grouped += [("mn", bf16, width, hidden), ("mn", bf16, hidden, 2 * width), ("mn", f32, hidden, width)]  # dgrad 2, dgrad 1 (one or two)
+    configs = [choose_config("m_ends", "k", b, d, 0, n, k, num_sms) for b, d, n, k in m_grouped]
+    k_grouped = [(hidden, width), (2 * width, hidden), (width, hidden)]  # wgrad 2, wgrad 1 (one or two)
+    configs += [choose_config("k_ends", "mn", "mn", d, m, n, 0, num_sms) for d in (bf16, f32) for m, n in k_grouped]
     return list(dict.fromkeys(config.spec() for config in configs))
 
 
-def load_gemms(settings: MegaMoeSettings, device_index: int) -> None:
+def load_gemms(settings: MegaMoeSettings, num_sms: int, device_index: int) -> None:
     """Loads every GEMM that calls can use. With peers nothing may be compiled at a call: a rank with a warm cache would wait in a barrier for one
     that compiles, perhaps longer than DG_TIMEOUT_S; and in a process that runs several ranks, loading while a kernel waits could block."""
-    for spec in gemm_specs(settings):
+    for spec in gemm_specs(settings, num_sms):
         jit.load(spec, device_index)
