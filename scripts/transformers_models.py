@@ -55,17 +55,17 @@ def configurations(folder: str) -> Iterator[PreTrainedConfig]:
             for name, size in _OFF_BY_DEFAULT.items():
                 if getattr(config, name, size) is None:
                     setattr(config, name, size)
-            if isinstance(getattr(config, "moe_intermediate_size", None), (list, tuple)):  # of text and of vision experts
-                config.moe_intermediate_size = config.moe_intermediate_size[0]
             yield config
 
 
 def on_meta(folder: str, experts_class: type[nn.Module]) -> nn.Module:
     """The experts of the first configuration that has what they read."""
     for config in configurations(folder):
+        sizes = getattr(config, "moe_intermediate_size", None)
+        of_text = sizes[:1] if isinstance(sizes, (list, tuple)) else []  # of text and of vision experts: an argument of theirs
         try:
             with torch.device("meta"):
-                experts = experts_class(config)
+                experts = experts_class(config, *of_text)
         except (AttributeError, TypeError, KeyError):  # the configuration of another part of the model
             continue
         return experts
@@ -80,7 +80,10 @@ def verdicts() -> list[tuple[str, str, str | None]]:
 def tables() -> str:
     found = verdicts()
     fits = sorted({folder for folder, _, reason in found if reason is None})
-    lines = [f"transformers {transformers.__version__}. {len(fits)} models fit, by the name of their folder under `transformers/models`:", ""]
+    lines = [
+        f"transformers {transformers.__version__}. {len(fits)} models fit, by the name of their folder under `transformers/models`:",
+        "",
+    ]
     lines += [", ".join(f"`{folder}`" for folder in fits) + ".", "", "| does not fit | property |", "| --- | --- |"]
     lines += [f"| `{folder}` | {reason.removesuffix('.')} |" for folder, _, reason in found if reason is not None]
     return "\n".join(lines)
