@@ -85,7 +85,7 @@ def tables() -> str:
         "",
     ]
     lines += [", ".join(f"`{folder}`" for folder in fits) + ".", "", "| does not fit | property |", "| --- | --- |"]
-    lines += [f"| `{folder}` | {reason.removesuffix('.')} |" for folder, _, reason in found if reason is not None]
+    lines += [f"| `{folder}` | {reason.partition('; expected')[0]} |" for folder, _, reason in found if reason is not None]
     return "\n".join(lines)
 
 

@@ -45,12 +45,15 @@ from deep_gemm.mega.buffer import MegaMoeBuffer
 from deep_gemm.reference.swiglu import swiglu
 
 try:
+    import transformers
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 7):
+        raise ImportError(f"transformers {transformers.__version__} accepts no experts implementation but its own")
 except ImportError as error:
     raise ImportError(
-        "deep_gemm.integrations.transformers needs transformers >= 5.0, whose models have an experts interface (tested: 5.24.0): "
-        f"pip install 'transformers>=5'. What failed: {error}"
+        f"deep_gemm.integrations.transformers needs transformers >= 5.7 (tested: 5.24.0): pip install 'transformers>=5.7'. {error}"
     ) from error
 
 __all__ = [
@@ -130,15 +133,17 @@ def why_not(experts: nn.Module) -> str | None:
     properties = {key: getattr(experts, key, expected) for key, (expected, _) in _LAYOUT.items()}
     other = [f"{key} = {value} ({_LAYOUT[key][1]})" for key, value in properties.items() if value != _LAYOUT[key][0]]
     if other:
-        return f"{name} has {', '.join(other)}; expected gate_up_proj [E, 2I, H] (gate rows, then up rows) and down_proj [E, H, I], without more"
+        return (
+            f"{name} is declared with {', '.join(other)}; expected gated experts with gate_up_proj [E, 2I, H] and down_proj [E, H, I] alone"
+        )
     missing = [weight for weight in _WEIGHTS.values() if not isinstance(getattr(experts, weight, None), Tensor)]
     if missing:
-        return f"{name} lacks {missing}: expected parameters gate_up_proj [E, 2I, H] and down_proj [E, H, I]"
+        return f"{name} lacks {missing}; expected parameters gate_up_proj [E, 2I, H] and down_proj [E, H, I]"
     (num_experts, rows, hidden), down = experts.gate_up_proj.shape, tuple(experts.down_proj.shape)
     if rows % 2 or down != (num_experts, hidden, rows // 2):
-        return f"{name} has gate_up_proj {tuple(experts.gate_up_proj.shape)} and down_proj {down}: expected [E, 2I, H] and [E, H, I]"
+        return f"{name} has gate_up_proj {tuple(experts.gate_up_proj.shape)} and down_proj {down}; expected [E, 2I, H] and [E, H, I]"
     if experts.gate_up_proj.dtype not in (torch.bfloat16, torch.float32, torch.float64):
-        return f"{name} has weights of {experts.gate_up_proj.dtype}: expected torch.bfloat16 (on CPU also torch.float32)"
+        return f"{name} has weights of {experts.gate_up_proj.dtype}; expected torch.bfloat16 (on CPU also torch.float32)"
     if _activation(experts) is None:
         act_fn = type(getattr(experts, "act_fn", None)).__name__
         return f"{name} has a gate other than SwiGLU (act_fn = {act_fn}); expected silu(gate) * up, or its clamped or gpt-oss form"

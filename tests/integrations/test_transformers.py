@@ -6,6 +6,8 @@ import copy
 import functools
 import importlib.util
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -270,10 +272,26 @@ def test_clipping_names_a_norm_that_is_not_finite():
         hf.clip_grad_norm_(parameter, 1.0, error_if_nonfinite=True)
 
 
+@pytest.mark.parametrize("version", ["missing", "5.6.1"])
+def test_a_missing_or_old_transformers_is_named(tmp_path, version):
+    if version != "missing":
+        (tmp_path / "transformers" / "integrations").mkdir(parents=True)
+        (tmp_path / "transformers" / "__init__.py").write_text(f"__version__ = {version!r}")
+        for name in ("integrations/__init__.py", "integrations/moe.py", "modeling_layers.py"):
+            (tmp_path / "transformers" / name).write_text("ALL_EXPERTS_FUNCTIONS = GradientCheckpointingLayer = None")
+        setup = f"sys.path.insert(0, {str(tmp_path)!r})"
+    else:
+        setup = "sys.modules['transformers'] = None"
+    code = f"import sys; {setup}; import deep_gemm.integrations.transformers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=SCRIPT.parents[1])
+    assert done.returncode == 1
+    assert "ImportError: deep_gemm.integrations.transformers needs transformers >= 5.7 (tested: 5.24.0)" in done.stderr
+
+
 def test_misuse_is_named():
     with pytest.raises(ValueError, match="model = Linear: expected a model with modules of transformers' experts interface"):
         hf.configure(torch.nn.Linear(2, 2))
-    with pytest.raises(NotImplementedError, match="Qwen3MoeExperts has weights of torch.float16: expected torch.bfloat16"):
+    with pytest.raises(NotImplementedError, match="Qwen3MoeExperts has weights of torch.float16; expected torch.bfloat16"):
         make_model("mega_moe", dtype=torch.float16)(input_ids=batch(0))
     with pytest.raises(NotImplementedError, match=r"Qwen3MoeExperts has a gate other than SwiGLU \(act_fn = GELUActivation\)"):
         make_model("mega_moe", hidden_act="gelu")(input_ids=batch(0))

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 import deep_gemm.integrations.transformers as hf
 
@@ -95,6 +96,27 @@ def ranks_may_have_different_tokens_and_none_of_some_experts():
         loss_of(reference, batch(other)[: 1 + other % 2, : 4 + other]).backward()
     of_experts = lambda made: {name: value for name, value in made.items() if ".experts." in name}
     assert_gradients(of_experts(gradients(model)), of_experts({name: p.grad for name, p in reference.named_parameters()}))
+
+
+def transformers_own_expert_parallelism_computes_with_it():
+    """Its exchange, our experts: local ids, and num_experts for those of other ranks (all_reduce)."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("ep", "tp"))
+    for implementation, tp_mesh, mine in (("all_to_all", mesh["tp"], rank), ("all_reduce", mesh["ep"], 0)):
+        model = make_model("mega_moe")
+        plan = {}
+        for name, _ in hf.experts_modules(model):
+            plan |= {f"{name}.gate_up_proj": "grouped_gemm", f"{name}.down_proj": "grouped_gemm", name: "ep_dispatch_experts"}
+        apply_expert_parallelism(model, mesh["ep"], tp_mesh, plan, implementation)
+        logits = model(input_ids=batch(mine)).logits
+        torch.testing.assert_close(logits, make_model("eager")(input_ids=batch(mine)).logits, rtol=1e-5, atol=1e-5)
+        loss_of(model, batch(mine)).backward()
+        reference = mean_gradients(
+            make_model("eager"), [batch(other) for other in (range(world) if implementation == "all_to_all" else [0])]
+        )
+        of_experts = {name: value for name, value in gradients(model).items() if ".experts." in name}
+        scale = world if implementation == "all_to_all" else 1
+        assert_gradients(of_experts, {name: scale * value for name, value in reference.items() if ".experts." in name})
 
 
 def full_checkpointing(model) -> None:
@@ -334,6 +356,7 @@ def named(name: str, function, *args, **options):
 TWO = [
     expert_gradients_are_sums_without_fsdp,
     ranks_may_have_different_tokens_and_none_of_some_experts,
+    transformers_own_expert_parallelism_computes_with_it,
     named("ep2", check, 1, 2),
     named("fsdp2_of_ep1", check, 2, 1),
     named("ep2_full_checkpointing", check, 1, 2, prepare=full_checkpointing),
