@@ -150,15 +150,16 @@ def why_not(experts: nn.Module) -> str | None:
     return None
 
 
+def _number(experts: nn.Module, *names: str) -> float | None:
+    """The first of these attributes that is a positive number."""
+    values = (getattr(experts, name, None) for name in names)
+    return next((value for value in values if isinstance(value, (int, float)) and value > 0), None)
+
+
 @torch.no_grad()
 def _activation(experts: nn.Module) -> dict[str, Any] | None:
     """The options of `mega_moe` that give the module's own gate function, found by its values at some points; None if there are none."""
-    limit = next(
-        (value for value in (getattr(experts, name, None) for name in ("swiglu_limit", "limit")) if isinstance(value, (int, float))), None
-    )
-    alpha = next(
-        (value for value in (getattr(experts, name, None) for name in ("swiglu_alpha", "alpha")) if isinstance(value, (int, float))), None
-    )
+    limit, alpha = _number(experts, "swiglu_limit", "limit"), _number(experts, "swiglu_alpha", "alpha")
     reach = 3.0 * (limit or 2.0)  # on both sides of the clamp
     device = "cpu" if experts.gate_up_proj.is_meta else experts.gate_up_proj.device
     gate, up = torch.meshgrid(*[torch.linspace(-reach, reach, 25, dtype=torch.float32, device=device)] * 2, indexing="ij")
@@ -207,7 +208,7 @@ def _buffer(experts: nn.Module, state: _State, num_experts: int, num_tokens: int
     buffer = state.buffer
     if state.num_max_tokens_per_rank is not None:  # made at set-up; `mega_moe` itself says what does not fit it
         return buffer
-    if buffer is not None and num_tokens <= buffer.num_max_tokens_per_rank and num_topk == buffer.num_topk:
+    if buffer is not None and num_tokens <= buffer.num_max_tokens_per_rank and (num_topk, device) == (buffer.num_topk, buffer.device):
         return buffer
     # On one rank a buffer may be made whenever it is needed: nobody else has to take part. Few sizes, at most an eighth too large.
     grain = max(128, 1 << max(0, num_tokens.bit_length() - 4))

@@ -28,7 +28,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 import deep_gemm.integrations.transformers as hf
 
@@ -100,6 +99,8 @@ def ranks_may_have_different_tokens_and_none_of_some_experts():
 
 def transformers_own_expert_parallelism_computes_with_it():
     """Its exchange, our experts: local ids, and num_experts for those of other ranks (all_reduce)."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism  # not in older releases, which collect this file too
+
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("ep", "tp"))
     for implementation, tp_mesh, mine in (("all_to_all", mesh["tp"], rank), ("all_reduce", mesh["ep"], 0)):
