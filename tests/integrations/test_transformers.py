@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import json
 import pickle
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import deep_gemm.integrations.transformers as hf
 from deep_gemm.integrations._buffers import release_buffers
 from deep_gemm.reference.backend import ReferenceBackend
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "transformers_models.py"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 @pytest.fixture(autouse=True)
@@ -283,7 +284,7 @@ def test_a_missing_or_old_transformers_is_named(tmp_path, version):
     else:
         setup = "sys.modules['transformers'] = None"
     code = f"import sys; {setup}; import deep_gemm.integrations.transformers"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=SCRIPT.parents[1])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=SCRIPTS.parent)
     assert done.returncode == 1
     assert "ImportError: deep_gemm.integrations.transformers needs transformers >= 5.7 (tested: 5.24.0)" in done.stderr
 
@@ -297,12 +298,32 @@ def test_misuse_is_named():
         make_model("mega_moe", hidden_act="gelu")(input_ids=batch(0))
 
 
-@pytest.fixture(scope="module")
-def models_script():
-    spec = importlib.util.spec_from_file_location("transformers_models", SCRIPT)
+def loaded(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def models_script():
+    return loaded(SCRIPTS / "transformers_models.py")
+
+
+def test_the_benchmark_measures_both_systems_and_their_curves_agree(tmp_path, monkeypatch):
+    bench = loaded(SCRIPTS / "bench" / "trainer.py")
+    sizes = "--shape tiny --layers 1 --vocab 256 --tokens 64 --sequence 32 --steps 2 --warmups 1 --loss-steps 4 --loss-tokens 32"
+    monkeypatch.setattr(sys, "argv", ["trainer.py", *sizes.split(), "--json", str(tmp_path / "made.json")])
+    bench.main()
+    rows = json.loads((tmp_path / "made.json").read_text())["rows"]
+    assert [(row["case"], row["system"], row["direction"]) for row in rows] == [
+        (f"tiny-1l/T{tokens}/EP1/bf16", system, direction)
+        for tokens, direction in ((64, "step"), (32, "loss"))
+        for system in ("mega_moe", "grouped_mm")
+    ]
+    assert all(row["median_ms"] > 0 for row in rows[:2])
+    ours, theirs = (torch.tensor(row["losses"]) for row in rows[2:])
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=0)
 
 
 def test_the_documented_table_of_models_is_that_of_this_release(models_script):

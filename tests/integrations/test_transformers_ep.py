@@ -359,6 +359,11 @@ def misuse_is_named():
         hf.configure(model, save="preact")
     with pytest.raises(ValueError, match=f"T = {2 * TOKENS} tokens, expected at most num_max_tokens_per_rank = {TOKENS}"):
         model(input_ids=batch(0, rows=4))
+    mesh = mesh_of(1, count)
+    for _ in range(2):  # a second model over the same mesh
+        other = make_model("mega_moe")
+        hf.shard_experts(other, mesh["ep"], num_max_tokens_per_rank=TOKENS)
+        hf.apply_fsdp(other, mesh)
     copied = copy.deepcopy(model)  # averaged and reference models
     ids = batch(dist.get_rank())
     torch.testing.assert_close(copied(input_ids=ids).logits, model(input_ids=ids).logits)
