@@ -26,6 +26,7 @@ from deep_gemm.integrations._buffers import shared_buffer
 from deep_gemm.mega.api import get_symm_buffer_for_mega_moe, mega_moe
 from deep_gemm.mega.backward_only import bf16_mega_moe_backward
 from deep_gemm.mega.buffer import CUDA_ALIGNMENT
+from deep_gemm.mega.checks import SAVE_POLICIES
 from deep_gemm.mega.forward_only import bf16_mega_moe
 from deep_gemm.mega.groups import resolve_group
 from deep_gemm.reference.swiglu import swiglu
@@ -72,6 +73,9 @@ def check_settings(config: Any, *, ep: int | None = None) -> None:
         raise ValueError(
             f'model.moe.compute.backend = {backend!r}: mega_moe takes the place of the expert compute; expected "torch", the default'
         )
+    save = getattr(dispatch, "save", "recompute")
+    if save not in SAVE_POLICIES:
+        raise ValueError(f"model.moe.dispatch.save = {save!r}: expected one of {list(SAVE_POLICIES)}")
     tokens = getattr(dispatch, "max_tokens_per_rank", None)
     if tokens is not None and tokens < 1:
         raise ValueError(f"model.moe.dispatch.max_tokens_per_rank = {tokens}: expected at least 1, or none for one from model.seq_len")

@@ -37,6 +37,7 @@ REFUSED = {
         r"model\.moe\.compute\.backend = 'sonicmoe'.*expected \"torch\"",
     ),
     "tokens": (model_config(max_tokens_per_rank=0), ValueError, r"model\.moe\.dispatch\.max_tokens_per_rank = 0: expected at least 1"),
+    "save": (model_config(save="all"), ValueError, r"model\.moe\.dispatch\.save = 'all': expected one of \['recompute', 'preact'\]"),
     "backward": (
         model_config(backward_precision="fp8"),
         NotImplementedError,
