@@ -7,6 +7,8 @@ python="$venv/bin/python"
 # The version that is tested, on CPU and GPU machines alike: kernels are compiled by the NVRTC that a torch release brings, so one pin means
 # the same cubins everywhere. On Linux x86_64 it is the CUDA 13 build; an index of CPU builds (PIP_INDEX_URL, PIP_FIND_LINKS) saves 2 GB.
 torch_requirement="torch==2.13.0"
+# Of its dependencies the tests need few (pyproject.toml, extra `test`); the rest brings 40 packages. Python >= 3.11.
+torchtitan_requirement="torchtitan==0.3.0"
 
 die() {
   echo "$(basename "$0"): $*" >&2
@@ -57,6 +59,9 @@ install() {
   pip_install "$torch_requirement"
   # Without isolation: the environment already has what the build needs. setuptools warns of every editable install; nothing to act on.
   PYTHONWARNINGS=ignore pip_install --no-build-isolation --editable "$project[$1]"
+  if [[ ,$1, == *,test,* ]] && "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    pip_install --no-deps "$torchtitan_requirement"
+  fi
 }
 
 # ensure_environment demo|test: does what has changed since last time, nothing else.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deep_gemm.mega import checks, ops
 from deep_gemm.mega.backend import GRADIENTS, on_device
-from deep_gemm.mega.buffer import MegaMoeBuffer
+from deep_gemm.mega.buffer import MMA_TYPES, MegaMoeBuffer
 from deep_gemm.mega.state import MegaMoeGradients, MegaMoeState, cast, joined
 
 WeightOrPair = Tensor | tuple[Tensor, Tensor]
@@ -28,6 +28,7 @@ def get_symm_buffer_for_mega_moe(
     device: torch.device | str | None = None,
     capacity_factor: float = 1.25,
     backend: str | None = None,
+    mma_type: str | None = None,
 ) -> MegaMoeBuffer:
     """The buffer that all layers of one shape share. Collective: every rank of `group` calls it with the same settings.
 
@@ -41,9 +42,12 @@ def get_symm_buffer_for_mega_moe(
     capacity_factor          rows that are held at once, in units of T*K; decides speed and memory, never the bits of y, dx, dp;
                              the weight gradient of an expert that a round cuts is summed in another order
     backend                  "cuda" | "reference"; default by device
+    mma_type                 DeepGEMM's word for the precision, as its callers pass it: "bf16xbf16"; None = `precision` decides
     Raises    ValueError / TypeError on every rank for a bad setting or one that differs between ranks (names it and both values);
               BackendUnavailable where the backend cannot run (no GPU, driver too old, no symmetric memory); NotImplementedError (precision)
     """
+    if mma_type not in (None, MMA_TYPES["bf16"]) or (mma_type is not None and precision != "bf16"):
+        raise NotImplementedError(f"mma_type = {mma_type!r} with precision = {precision!r}: expected None, or {MMA_TYPES['bf16']!r} with 'bf16'")
     return MegaMoeBuffer(
         group,
         device=device,

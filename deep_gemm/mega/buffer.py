@@ -20,6 +20,8 @@ from deep_gemm.mega.backend import PRECISIONS, Backend, backend_class, on_device
 from deep_gemm.mega.groups import Group, resolve_group
 
 MAX_TOPK = 16
+# Operands of the forward GEMMs by precision, in DeepGEMM's words: its callers give and read them.
+MMA_TYPES = {"bf16": "bf16xbf16", "fp8_bwd": "bf16xbf16", "fp8": "fp8xfp8", "mxfp8": "fp8xfp8"}
 CUDA_ALIGNMENT = 128  # columns: one swizzled TMA box holds 64 BF16, a tile of the GEMMs 128
 
 
@@ -183,6 +185,11 @@ class MegaMoeBuffer:
     def is_published(self, a: torch.Tensor) -> bool:
         """Whether the exchanged routing is still that of `a`'s call. `a` is alive, so no other call's tensor has its address."""
         return self._published == a.data_ptr()
+
+    @property
+    def mma_type(self) -> str:
+        """DeepGEMM's word for `precision`, for callers written for it."""
+        return MMA_TYPES[self.precision]
 
     def check(self) -> None:
         """Wait for the device, then raise the fault (id out of range: ValueError; late peer: PeerTimeoutError) that an earlier call recorded."""
