@@ -96,7 +96,8 @@ def test_installed_wheel_compiles_its_kernels(installed, tmp_path):
 
 
 def test_quick_start_of_the_readme_runs(tmp_path):
-    blocks = (REPOSITORY / "README.md").read_text().split("```python\n")
+    section = (REPOSITORY / "README.md").read_text().split("## Quick start\n")[1].split("\n## ")[0]
+    blocks = section.split("```python\n")
     assert len(blocks) == 2
     on_cpu = "import torch\ntorch.cuda.is_available = lambda: False\n"
     check = "\nassert y.shape == (T, H) and dw13 is main_grad and dx.isfinite().all()"
