@@ -1,7 +1,7 @@
 """Which variant of the BF16 GEMM kernel serves a problem.
 
 A variant is a kind of problem (who the rows belong to, how operands lie, what leaves) and a tile: shape, schedule, cluster, stages. The tile comes
-from `gemm_table.json`, which `scripts/tune_gemm.py` measures on a GPU, or, for shapes that it does not have, from `estimate`.
+from `gemm_table.json`, which `scripts/bench/tune_gemm.py` measures on a GPU, or, for shapes that it does not have, from `estimate`.
 DG_PRINT_CONFIG=1 prints every choice.
 """
 

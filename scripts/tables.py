@@ -71,25 +71,72 @@ def mega_moe() -> list[str]:
     return [source("mega-moe-h200", data), "", *markdown(head, rows)]
 
 
+GEMM_GROUPS = {
+    "dense": lambda case: case.startswith("dense/"),
+    "grouped, forward and dgrad": lambda case: case.split("/")[1] in ("gemm1", "gemm2", "dgrad1", "dgrad2") and "rows/" not in case,
+    "grouped, wgrad, BF16 stored": lambda case: case.split("/")[1] in ("wgrad1", "wgrad2") and case.endswith("/bf16"),
+    "grouped, wgrad, FP32 accumulated (torch: BF16 stored)": lambda case: case.endswith("/fp32-accumulate"),
+}
+
+
 def gemm() -> list[str]:
+    """Every case with a competitor, and the geometric mean and least ratio of each kind of work."""
     data = read("gemm-h200")
-    rows, ratios = [], []
+    rows, ratios = [], {name: [] for name in GEMM_GROUPS}
     for ours, theirs in pairs(data, "gemm"):
+        group = next((name for name, holds in GEMM_GROUPS.items() if holds(ours["case"])), None)
+        if theirs is None or group is None:
+            continue
         single, held = ratio(ours, theirs, "median_ms"), ratio(ours, theirs, "sustained_ms")
-        ratios.append((single, held))
-        rows.append(
-            [
-                ours["case"],
-                number(ours["median_ms"], ".3f"),
-                number(ours["tflops"], ".0f"),
-                number(theirs["tflops"], ".0f"),
-                number(single),
-                number(held),
-            ]
-        )
-    means = [math.exp(sum(math.log(r) for r in column) / len(column)) if all(column) else None for column in zip(*ratios, strict=True)]
-    rows.append(["geometric mean", "", "", "", *(number(mean, ".3f") for mean in means)])
+        ratios[group].append((single, held))
+        shown = [number(ours["median_ms"], ".3f"), number(ours["tflops"], ".0f"), number(theirs["tflops"], ".0f"), number(single), number(held)]
+        rows.append([ours["case"], *shown])
+    for name, group in ratios.items():
+        columns = [column for column in zip(*group, strict=True) if all(column)]
+        means = [f"{math.exp(sum(map(math.log, column)) / len(column)):.3f} (least {min(column):.2f})" for column in columns]
+        if means:
+            rows.append([f"*{name}: geometric mean*", "", "", "", *means, *[""] * (2 - len(means))])
     return [source("gemm-h200", data), "", *markdown(["case", "ms", "TFLOP/s", "torch TFLOP/s", "over torch", "sustained"], rows)]
+
+
+def gemm_fused() -> list[str]:
+    """The gated epilogues and gathered rows against what they replace or extend: the first system of their case."""
+    data, first, rows = read("gemm-h200"), {}, []
+    for row in data["rows"]:
+        base = first.setdefault(row["case"], row)
+        if base is row or row["system"] in ("torch", "quack"):
+            continue
+        cost = [number(row[key] / base[key] if row[key] and base[key] else None, ".3f") for key in ("median_ms", "sustained_ms")]
+        rows.append([row["case"], row["system"], number(row["median_ms"], ".3f"), base["system"], number(base["median_ms"], ".3f"), *cost])
+    head = ["case", "system", "ms", "against", "ms", "ratio of times", "sustained"]
+    return [source("gemm-h200", data), "", *markdown(head, [row for row in rows if not row[0].startswith("host/")])]
+
+
+def gemm_small() -> list[str]:
+    """What is limited by memory or by the host."""
+    data = read("gemm-h200")
+    rows = [
+        [row["case"], row["system"], number(row["median_ms"] * 1e3, ".1f"), row["notes"]]
+        for row in data["rows"]
+        if "rows/" in row["case"] or row["case"].startswith("host/")
+    ]
+    return [source("gemm-h200", data), "", *markdown(["case", "system", "us", "notes"], rows)]
+
+
+def gemm_tiles() -> list[str]:
+    """Every candidate of the autotuner: single | sustained ms, the winner in bold."""
+    data = json.loads((ROOT / "deep_gemm" / "gemm_table.json").read_text())
+    tiles = list(dict.fromkeys(tile for row in data["rows"] for tile in row["tried"]))
+    rows = []
+    for row in data["rows"]:
+        cells = []
+        for tile in tiles:
+            tried = row["tried"].get(tile)
+            text = "-" if tried is None else f"{tried['single_ms']:.3f} / {tried['sustained_ms']:.3f}"
+            cells.append(f"**{text}**" if tile == row["tile"] else text)
+        rows.append([row["case"], *cells])
+    where = f"`deep_gemm/gemm_table.json`: commit {data['commit'][:7]}, {data['date']}, {data['gpu']}, torch {data['torch']}; single / sustained ms."
+    return [where, "", *markdown(["case", *tiles], rows)]
 
 
 def accuracy() -> list[str]:
@@ -128,7 +175,17 @@ def first_call() -> list[str]:
     return [source("first-call-h200", data), "", *markdown(["case", "system", "ms", "fastest", "slowest", "parts"], rows)]
 
 
-TABLES: dict[str, Callable[[], list[str]]] = {"mega-moe": mega_moe, "gemm": gemm, "accuracy": accuracy, "suite": suite, "demo": demo, "first-call": first_call}
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "mega-moe": mega_moe,
+    "gemm": gemm,
+    "gemm-fused": gemm_fused,
+    "gemm-small": gemm_small,
+    "gemm-tiles": gemm_tiles,
+    "accuracy": accuracy,
+    "suite": suite,
+    "demo": demo,
+    "first-call": first_call,
+}
 
 
 def filled(text: str) -> str:
