@@ -28,7 +28,7 @@ def test_documents_show_what_the_results_files_hold():
 
 def test_a_changed_result_changes_the_table(tables, monkeypatch, tmp_path):
     rows = [
-        {"case": "c", "system": system, "direction": "gemm", "median_ms": ms, "sustained_ms": None, "tflops": 1.0}
+        {"case": "dense/c", "system": system, "direction": "gemm", "median_ms": ms, "sustained_ms": None, "tflops": 1.0}
         for system, ms in (("gemm", 2.0), ("torch", 3.0))
     ]
     made = {"commit": "abcdefgh", "date": "2026-12-01", "gpu": "G", "driver": "1", "torch": "2"}
@@ -36,7 +36,7 @@ def test_a_changed_result_changes_the_table(tables, monkeypatch, tmp_path):
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     text = "a\n<!-- table: gemm -->\nold\n<!-- /table -->\nb\n"
     (tmp_path / "results" / "gemm-h200.json").write_text(json.dumps({**made, "rows": rows}))
-    assert "| c | 2.000 | 1 | 1 | 1.50 | - |" in tables.filled(text) and "old" not in tables.filled(text)
+    assert "| dense/c | 2.000 | 1 | 1 | 1.50 | - |" in tables.filled(text) and "old" not in tables.filled(text)
     rows[1]["median_ms"] = 4.0
     (tmp_path / "results" / "gemm-h200.json").write_text(json.dumps({**made, "rows": rows}))
     assert "| 2.00 | - |" in tables.filled(text)
