@@ -66,6 +66,7 @@ def bf16_gemm_nt(a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, c: torch.Ten
     m, k = a.shape
     n = b.shape[0]
     _equal("b.shape[k]", b.shape[1], "a's k", k)
+    _equal("b.device", b.device, "a's device", a.device)
     _result("d", d, (m, n), a.device)
     if _nothing_to_sum(d, c, k):
         return
@@ -117,6 +118,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
         m = d.shape[0]
         _gathered("a", a, a_rows, m)
     _equal("b.shape[k]", b_k, "a's k", k)
+    _equal("b.device", b.device, "a's device", a.device)
     _result("d", d, (m, n), a.device)
     _layout("grouped_layout", grouped_layout, groups if use_psum_layout else m, a.device)
     if _nothing_to_sum(d, None, k):
@@ -146,6 +148,7 @@ def m_grouped_bf16_gemm_nt_masked(
     groups, max_m, k = a.shape
     _equal("b.shape[0]", b.shape[0], "a's number of groups", groups)
     _equal("b.shape[k]", b.shape[2], "a's k", k)
+    _equal("b.device", b.device, "a's device", a.device)
     _result("d", d, (groups, max_m, b.shape[1]), a.device)
     _layout("masked_m", masked_m, groups, a.device)
     if not isinstance(expected_m, int) or expected_m <= 0:
@@ -186,9 +189,10 @@ def k_grouped_bf16_gemm_tn_contiguous(
     rows = (a if a_rows is None else b).shape[0]
     if a_rows is not None and b_rows is not None:
         raise ValueError("a_rows and b_rows are both given: expected one of them at most")
+    _equal("b.device", b.device, "a's device", a.device)
     for name, t, listed in (("a", a, a_rows), ("b", b, b_rows)):
-        if t.shape[0] > 1 and t.shape[1] > 1 and t.stride(1) != 1:
-            raise ValueError(f"{name}.stride() = {tuple(t.stride())}: expected unit stride in the last dimension")
+        if (t.shape[1] > 1 and t.stride(1) != 1) or (t.shape[0] > 1 and t.stride(0) % 8):
+            raise ValueError(f"{name}.stride() = {tuple(t.stride())}: expected unit stride in the last dimension, and a multiple of 8 in the first")
         if listed is None:
             _equal(f"{name}.shape[0]", t.shape[0], "the other operand's rows", rows)
         else:
@@ -228,8 +232,13 @@ def _operand(name: str, t: torch.Tensor, dim: int) -> None:
         )
 
 
+_GATHER_BYTES = 16 << 32  # rows begin at 32-bit numbers of 16 bytes
+
+
 def _gathered(name: str, t: torch.Tensor, rows: torch.Tensor, length: int) -> None:
     _layout(f"{name}_rows", rows, length, t.device)
+    if max(t.shape[0] - 1, 0) * t.stride(0) * t.element_size() >= _GATHER_BYTES:
+        raise ValueError(f"{name}: shape {tuple(t.shape)}, strides {tuple(t.stride())}: expected the last row to begin within 64 GiB, as rows are gathered")
     if t.shape[1] % 8 or (t.shape[1] > 1 and t.stride(1) != 1):
         raise ValueError(
             f"{name}: shape {tuple(t.shape)}, strides {tuple(t.stride())}: expected rows of unit stride and a multiple of 8 elements, as they are gathered"

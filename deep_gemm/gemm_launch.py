@@ -104,16 +104,11 @@ class GemmPlan:
     tensors: tuple[torch.Tensor | None, ...]
 
     def __call__(self, stream: int | None = None) -> None:
+        if torch.cuda.current_device() != self.device:  # the default stream's handle means the current device's
+            with torch.cuda.device(self.device):
+                return self(stream)
         stream = torch.cuda.current_stream(self.device).cuda_stream if stream is None else stream
         _kernel(self.config, self.device).launch(self.params, self.num_ctas, self.smem_bytes, stream, self.config.tile.cluster)
-
-    def on_its_device(self, stream: int | None = None) -> None:
-        """The same from a thread whose current device may be another."""
-        if torch.cuda.current_device() == self.device:
-            self(stream)
-        else:
-            with torch.cuda.device(self.device):
-                self(stream)
 
 
 @functools.cache
@@ -153,6 +148,7 @@ def only_launches(what: str) -> None:
 
 
 _REMEMBERED_LAUNCHES = 4096
+_KEYWORDS = object()  # between positional and keyword arguments of a remembered call
 
 
 def remembered(call: Callable[..., None]) -> Callable[..., None]:
@@ -163,10 +159,10 @@ def remembered(call: Callable[..., None]) -> Callable[..., None]:
     def wrapper(*args, **kwargs) -> None:
         if _recorded() is not None:
             return call(*args, **kwargs)
-        key = (_num_sms, *map(_memory_of, args), *kwargs, *map(_memory_of, kwargs.values()))
         try:
+            key = (_num_sms, *map(_memory_of, args), _KEYWORDS, *kwargs, *map(_memory_of, kwargs.values()))
             plan = launches.get(key)
-        except TypeError:  # an argument that is not hashable: the call says what it expects
+        except (TypeError, RuntimeError):  # not hashable, or a tensor without memory: the call says what it expects
             return call(*args, **kwargs)
         if plan is None:
             try:
@@ -176,7 +172,7 @@ def remembered(call: Callable[..., None]) -> Callable[..., None]:
             if len(launches) >= _REMEMBERED_LAUNCHES:
                 launches.clear()
             launches[key] = plan
-        plan.on_its_device()
+        plan()
 
     return wrapper
 
@@ -184,7 +180,8 @@ def remembered(call: Callable[..., None]) -> Callable[..., None]:
 def _memory_of(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
-    return tuple(value) if isinstance(value, list) else value
+    value = tuple(value) if isinstance(value, list) else value
+    return type(value), value  # True, 1 and 1.0 are equal
 
 
 def _start(config: GemmConfig, device: int, params: bytes, num_sms: int, stream: int | None, tensors: tuple[torch.Tensor | None, ...]) -> None:
@@ -194,7 +191,7 @@ def _start(config: GemmConfig, device: int, params: bytes, num_sms: int, stream:
     if recorded is not None:
         recorded.append(plan)
     else:
-        plan.on_its_device(stream)
+        plan(stream)
 
 
 @dataclass(frozen=True)

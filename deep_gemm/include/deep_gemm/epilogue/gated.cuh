@@ -120,7 +120,7 @@ struct SwigluEpilogue {
     const int thread = ptx::thread_index_anew() % 128, quad = thread % 4, in_box = Acc::row(thread, half);
     const GatedInputs inputs{params};
     const auto constants = inputs.template constants<kPlain>();
-    const float weight = inputs.row_weight(tile.m_begin + row + in_box);
+    const float weight = row + in_box < tile.num_rows ? inputs.row_weight(tile.m_begin + row + in_box) : 0.f;
 #pragma unroll
     for (int j = 0; j < kGatedValues / 2; ++j) {
       const int at = box_offset<64>(in_box, j) + quad * 4;
@@ -201,10 +201,11 @@ struct DswigluEpilogue {
       const int step = i / 2, half = i % 2, row = step / kBoxes * kWgmmaM;
       if (half == 0) {
         state.loaded[step % kSets].wait(step / kSets % 2);
-      } else if (step > 0 && step + kSets - 1 < kSteps && Warpgroup::leader()) {
-        // The set of the step before was stored then. In the middle of a step, so that nobody waits for TMA to read it.
+      } else if (step > 0 && Warpgroup::leader()) {
+        // What the step before stored has been read: its set of z may be loaded, and, after this step, its box of A' be written. In the middle of
+        // a step, so that nobody waits for TMA to read it.
         cute::tma_store_wait<0>();
-        load(tile, step + kSets - 1);
+        if (step + kSets - 1 < kSteps) load(tile, step + kSets - 1);
       }
       float da[kGatedValues];
       take_half<0, 2 * kSteps, kBoxes, 0>(i, acc, da);
@@ -285,7 +286,7 @@ struct DswigluEpilogue {
     if (box > 0) dp += state.row_dp[in_box];
     if (box < kBoxes - 1) {
       state.row_dp[in_box] = dp;
-    } else if (row < tile.num_rows) {
+    } else if (row + in_box < tile.num_rows) {
       reinterpret_cast<float*>(params.row_dp)[tile.n_begin / Config::kBlockN * params.row_dp_stride + tile.m_begin + row + in_box] = dp;
     }
   }

@@ -58,6 +58,7 @@ struct StoreEpilogue {
     } else {
       warpgroup.template wait_until_read<0>();
       store_chunks(tile, row, acc, ::cuda::std::make_index_sequence<Config::kBlockN / kColumns>{});
+      warpgroup.sync();  // each warp went its own way; none may fall behind the others' barriers
     }
   }
 
@@ -175,7 +176,7 @@ struct StoreEpilogue {
 
   __device__ __forceinline__ Row row_of(const dg_gemm_tile& tile, int row, int column) const {
     const dg_i64 m = tile.m_begin + row, n = tile.n_begin + column, group = kGroupOwnsRows ? tile.group : 0;
-    const bool to_carry = kCarry && tile.carry_out;
+    const bool to_carry = kCarry && tile.carry_out && params.carry_out;
     return {reinterpret_cast<D*>(params.d) + group * params.d_group_stride + m * params.ldd + n,
             reinterpret_cast<const float*>(params.carry_in) + m * params.n + n, reinterpret_cast<float*>(params.carry_out) + m * params.n + n,
             params.accumulate ? !to_carry : !kCarry && tile.carry_in, kCarry && tile.carry_in, to_carry};

@@ -39,8 +39,12 @@ struct MathRole {
     else return {params, smem.staging[warpgroup], first_row(), threads};
   }
 
-  // Warpgroup 0 begins: for it the phase before the first counts as done.
-  __device__ __forceinline__ void begin_turn(int round) { smem.turn[warpgroup].wait((round ^ (warpgroup == 0)) & 1); }
+  // Warpgroup 0 begins: for it the phase before the first counts as done. All warps have seen the phase before one of them may end the turn: a
+  // warp two phases late would take the parity of the newer for its own, and wait for ever.
+  __device__ __forceinline__ void begin_turn(int round) {
+    smem.turn[warpgroup].wait((round ^ (warpgroup == 0)) & 1);
+    Warpgroup{2 + warpgroup}.sync();
+  }
   __device__ __forceinline__ void end_turn() {
     if (threadIdx.x % 128 == 0) smem.turn[warpgroup ^ 1].arrive();
   }
@@ -61,14 +65,20 @@ struct MathRole {
     else multiply_blocks<1, kN>(tile, acc);
   }
 
-  // This CTA has no tile, but its peer's tiles come through its ring.
+  // This CTA has no tile, but its peer's tiles come through its ring. One warp hands the stages back. Without WGMMA nothing keeps the others
+  // within a lap of it, which a parity needs: they wait at the end.
   __device__ __forceinline__ void pass(const dg_gemm_tile& tile) {
     const int blocks = Traits::k_blocks(tile);
-    for (int block = 0; block < blocks; ++block, at.advance()) {
-      smem.ring.full[at.stage].wait(at.phase);
-      if (Traits::kPingPong && block == blocks - 1) end_turn();
-      release(at.stage);
+    if (threadIdx.x % 128 < 32) {
+      for (int block = 0; block < blocks; ++block, at.advance()) {
+        smem.ring.full[at.stage].wait(at.phase);
+        if (Traits::kPingPong && block == blocks - 1) end_turn();
+        release(at.stage);
+      }
+    } else {
+      at.advance(blocks);
     }
+    Warpgroup{2 + warpgroup}.sync();
   }
 
   // Each stage goes back to the load role one block later, when its WGMMAs are done.
