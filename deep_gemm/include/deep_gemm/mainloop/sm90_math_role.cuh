@@ -65,20 +65,16 @@ struct MathRole {
     else multiply_blocks<1, kN>(tile, acc);
   }
 
-  // This CTA has no tile, but its peer's tiles come through its ring. One warp hands the stages back. Without WGMMA nothing keeps the others
-  // within a lap of it, which a parity needs: they wait at the end.
+  // This CTA has no tile, but its peer's tiles come through its ring. All warps have seen a stage full before it is handed back: without WGMMA
+  // nothing else keeps them within a lap of each other, which a parity needs.
   __device__ __forceinline__ void pass(const dg_gemm_tile& tile) {
     const int blocks = Traits::k_blocks(tile);
-    if (threadIdx.x % 128 < 32) {
-      for (int block = 0; block < blocks; ++block, at.advance()) {
-        smem.ring.full[at.stage].wait(at.phase);
-        if (Traits::kPingPong && block == blocks - 1) end_turn();
-        release(at.stage);
-      }
-    } else {
-      at.advance(blocks);
+    for (int block = 0; block < blocks; ++block, at.advance()) {
+      smem.ring.full[at.stage].wait(at.phase);
+      Warpgroup{2 + warpgroup}.sync();
+      if (Traits::kPingPong && block == blocks - 1) end_turn();
+      release(at.stage);
     }
-    Warpgroup{2 + warpgroup}.sync();
   }
 
   // Each stage goes back to the load role one block later, when its WGMMAs are done.
