@@ -37,16 +37,18 @@ __device__ __forceinline__ Wait bounded_wait(const ptx::u64* word, Signal expect
   }
 }
 
-// One CTA with at least num_ranks threads; thread p speaks with rank p.
+// One CTA with at least num_ranks threads; thread p speaks with rank p. Params: symm, signals_offset, control, faults, timeout_ns, rank, num_ranks.
+template <class Params>
 struct SystemBarrier {
-  const MegaMoeBarrierParams& params;
+  const Params& params;
   MegaMoeControl& control;
   int& first_bad;  // shared memory
 
-  __device__ __forceinline__ void run() {
+  // tag: DG_PHASE_* | detail << DG_TAG_DETAIL_SHIFT; pending_after: control.pending once the barrier is passed.
+  __device__ __forceinline__ void run(dg_u32 tag, dg_u32 pending_after) {
     // Every thread reads the same values: thread 0 writes them only after all have passed the first __syncthreads.
-    if (control.aborted || (params.only_if_pending && !control.pending)) return;
-    const Signal mine{control.epoch + 1, params.tag, false};
+    if (control.aborted) return;
+    const Signal mine{control.epoch + 1, tag, false};
     const int peer = threadIdx.x;
     const bool active = peer < params.num_ranks;
     if (threadIdx.x == 0) first_bad = params.num_ranks;
@@ -63,14 +65,15 @@ struct SystemBarrier {
     if (peer == first_bad && active) record(wait, mine);
     if (threadIdx.x == 0) {
       control.epoch = mine.epoch;
-      control.pending = params.pending_after;
+      control.pending = pending_after;
       control.aborted = failed;
     }
   }
 
  private:
-  // Release: all that this rank's earlier kernels wrote, here and in peers' memory, is visible to the peer once it has seen the word.
-  // Stream order makes those writes happen before this kernel; the fence and the release carry them to the system (docs/memory_order.md).
+  // Release: all that this rank wrote earlier, here and in peers' memory, is visible to the peer once it has seen the word.
+  // Stream order, or a grid barrier, makes those writes happen before this; the fence and the release carry them to the system
+  // (docs/memory_order.md).
   __device__ __forceinline__ void tell(int peer, Signal signal) const {
     __threadfence_system();
     ptx::st_release_sys_u64(peer_pointer<ptx::u64>(params.symm, peer, params.signals_offset) + params.rank, signal.pack());

@@ -27,9 +27,10 @@ __device__ __forceinline__ uint32_t pack_pair(float x, float y) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// The part of the gated parameters that both epilogues read.
+// The part of the gated parameters that both epilogues read; Params has GemmGatedParams' fields of these names.
+template <class Params>
 struct GatedInputs {
-  const GemmGatedParams& params;
+  const Params& params;
 
   template <bool kPlain>
   __device__ __forceinline__ auto constants() const {
@@ -81,11 +82,13 @@ struct SwigluEpilogue {
     alignas(1024) Set set[kSets];
   };
   static_assert(sizeof(Storage) == Config::kStagingBoxes * DG_GEMM_BOX_BYTES);
+  using Params = typename Config::Params;
 
-  const GemmGatedParams& params;
+  const Params& params;
   Storage& storage;
   const int first_row;  // of the tile that is this warpgroup's
   const Warpgroup warpgroup;
+  bool save_z;
 
   __device__ __forceinline__ void begin(const dg_gemm_tile&) const {}
 
@@ -101,7 +104,7 @@ struct SwigluEpilogue {
       float gate[kGatedValues], up[kGatedValues];
       take_half<0, 2 * kAtoms * kBoxes, kBoxes, 0>(i, acc, gate);
       take_half<0, 2 * kAtoms * kBoxes, kBoxes, kColumns>(i, acc, up);
-      if (GatedInputs{params}.is_plain()) half_step<true>(set, tile, row, column, half, gate, up);
+      if (GatedInputs<Params>{params}.is_plain()) half_step<true>(set, tile, row, column, half, gate, up);
       else half_step<false>(set, tile, row, column, half, gate, up);
       if (half == 0) continue;
       warpgroup.sync_for_tma();
@@ -118,7 +121,7 @@ struct SwigluEpilogue {
   __device__ __forceinline__ void half_step(typename Storage::Set& set, const dg_gemm_tile& tile, int row, int column, int half,
                                             const float (&gate)[kGatedValues], const float (&up)[kGatedValues]) const {
     const int thread = ptx::thread_index_anew() % 128, quad = thread % 4, in_box = Acc::row(thread, half);
-    const GatedInputs inputs{params};
+    const GatedInputs<Params> inputs{params};
     const auto constants = inputs.template constants<kPlain>();
     const float weight = row + in_box < tile.num_rows ? inputs.row_weight(tile.m_begin + row + in_box) : 0.f;
 #pragma unroll
@@ -129,7 +132,7 @@ struct SwigluEpilogue {
       if constexpr (!kPlain) inputs.add_bias(g, u, tile.group, column + 8 * j + 2 * quad);
       const uint32_t act = pack_pair(weight * swiglu(g.x, u.x, constants), weight * swiglu(g.y, u.y, constants));
       *reinterpret_cast<uint32_t*>(set.act + at) = act;
-      if (!params.save_z) continue;
+      if (!save_z) continue;
       *reinterpret_cast<uint32_t*>(set.gate + at) = gate_word;
       *reinterpret_cast<uint32_t*>(set.up + at) = up_word;
     }
@@ -137,7 +140,7 @@ struct SwigluEpilogue {
 
   __device__ __forceinline__ void store(const typename Storage::Set& set, int column, int row) const {
     cute::SM90_TMA_STORE_2D::copy(&params.d_map, set.act, column, row);
-    if (params.save_z) {
+    if (save_z) {
       cute::SM90_TMA_STORE_2D::copy(&params.z_gate_map, set.gate, column, row);
       cute::SM90_TMA_STORE_2D::copy(&params.z_up_map, set.up, column, row);
     }
@@ -172,7 +175,9 @@ struct DswigluEpilogue {
   };
   static_assert(sizeof(Storage) == Config::kStagingBoxes * DG_GEMM_BOX_BYTES);
 
-  const GemmGatedParams& params;
+  using Params = typename Config::Params;
+
+  const Params& params;
   Storage& storage;
   const int first_row;
   const Warpgroup warpgroup;
@@ -181,7 +186,7 @@ struct DswigluEpilogue {
   // Before the tile is multiplied: z of the first steps starts on its way, that of the others comes closer, to the L2.
   __device__ __forceinline__ void begin(const dg_gemm_tile& tile) const {
     const int thread = threadIdx.x % 128;
-    if (thread < tile.num_rows - first_row) state.weight[thread] = GatedInputs{params}.row_weight(tile.m_begin + first_row + thread);
+    if (thread < tile.num_rows - first_row) state.weight[thread] = GatedInputs<Params>{params}.row_weight(tile.m_begin + first_row + thread);
     if (Warpgroup::leader()) {
       cute::tma_store_wait<0>();
       for (int step = 0; step < kSets; ++step) load(tile, step);
@@ -209,7 +214,7 @@ struct DswigluEpilogue {
       }
       float da[kGatedValues];
       take_half<0, 2 * kSteps, kBoxes, 0>(i, acc, da);
-      if (GatedInputs{params}.is_plain()) half_step<true>(storage.z[step % kSets], storage.act[step % 2], tile, row, step % kBoxes, half, da);
+      if (GatedInputs<Params>{params}.is_plain()) half_step<true>(storage.z[step % kSets], storage.act[step % 2], tile, row, step % kBoxes, half, da);
       else half_step<false>(storage.z[step % kSets], storage.act[step % 2], tile, row, step % kBoxes, half, da);
       if (half == 0) continue;
       warpgroup.sync_for_tma();
@@ -249,7 +254,7 @@ struct DswigluEpilogue {
   __device__ __forceinline__ void half_step(typename Storage::Z& z, uint8_t* act, const dg_gemm_tile& tile, int row, int box, int half,
                                             const float (&da)[kGatedValues]) const {
     const int thread = ptx::thread_index_anew() % 128, quad = thread % 4, in_box = Acc::row(thread, half);
-    const GatedInputs inputs{params};
+    const GatedInputs<Params> inputs{params};
     const auto constants = inputs.template constants<kPlain>();
     const float weight = state.weight[row + in_box];
     uint32_t gate_word[kGatedValues / 2], up_word[kGatedValues / 2], act_word[kGatedValues / 2];

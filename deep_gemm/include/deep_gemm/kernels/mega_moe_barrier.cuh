@@ -8,7 +8,9 @@ template <class Config>
 __device__ __forceinline__ void mega_moe_barrier(const MegaMoeBarrierParams& params) {
   static_assert(Config::kThreads >= DG_MAX_RANKS, "a thread per peer");
   __shared__ int first_bad;
-  SystemBarrier{params, *pointer<MegaMoeControl>(params.control), first_bad}.run();
+  auto& control = *pointer<MegaMoeControl>(params.control);
+  if (params.only_if_pending && !control.pending) return;
+  SystemBarrier<MegaMoeBarrierParams>{params, control, first_bad}.run(params.tag, params.pending_after);
 }
 
 }  // namespace deep_gemm::kernels

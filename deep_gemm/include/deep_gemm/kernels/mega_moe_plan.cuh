@@ -7,17 +7,21 @@
 
 namespace deep_gemm::kernels {
 
+// Params: symm, expert_offsets_offset, id_fault_offset, group_ends, segment_begin, segment_source, control, faults, rank, num_ranks, num_local_experts.
+
 // Entries of source rank `source` for one of our experts: [begin, begin + count) in its src_list.
 struct Segment { int begin, count; };
 
-__device__ __forceinline__ Segment load_segment(const MegaMoePlanParams& params, int source, int local_expert) {
+template <class Params>
+__device__ __forceinline__ Segment load_segment(const Params& params, int source, int local_expert) {
   const int* offsets = peer_pointer<const int>(params.symm, source, params.expert_offsets_offset) +
                        params.rank * params.num_local_experts + local_expert;
   return {offsets[0], offsets[1] - offsets[0]};
 }
 
 // Writes the segments of one expert, which begins at virtual row `begin`.
-__device__ __forceinline__ void write_segments(const MegaMoePlanParams& params, int local_expert, int begin) {
+template <class Params>
+__device__ __forceinline__ void write_segments(const Params& params, int local_expert, int begin) {
   for (int source = 0; source < params.num_ranks; ++source) {
     const Segment segment = load_segment(params, source, local_expert);
     const int i = local_expert * params.num_ranks + source;
@@ -28,7 +32,8 @@ __device__ __forceinline__ void write_segments(const MegaMoePlanParams& params, 
   pointer<int>(params.group_ends)[local_expert] = begin;
 }
 
-__device__ __forceinline__ void write_empty_plan(const MegaMoePlanParams& params, int num_threads) {
+template <class Params>
+__device__ __forceinline__ void write_empty_plan(const Params& params, int num_threads) {
   for (int i = threadIdx.x; i < params.num_local_experts * params.num_ranks; i += num_threads) {
     pointer<int>(params.segment_begin)[i] = 0;
     pointer<int>(params.segment_source)[i] = 0;
@@ -37,7 +42,8 @@ __device__ __forceinline__ void write_empty_plan(const MegaMoePlanParams& params
 }
 
 // A bad id on any rank is recorded on every rank, so that all raise.
-__device__ __forceinline__ void record_id_faults(const MegaMoePlanParams& params) {
+template <class Params>
+__device__ __forceinline__ void record_id_faults(const Params& params) {
   for (int source = 0; source < params.num_ranks; ++source) {
     const MegaMoeIdFault fault = *peer_pointer<const MegaMoeIdFault>(params.symm, source, params.id_fault_offset);
     if (fault.entry < 0) continue;
@@ -47,13 +53,13 @@ __device__ __forceinline__ void record_id_faults(const MegaMoePlanParams& params
   }
 }
 
-template <class Config>
-__device__ __forceinline__ void mega_moe_plan(const MegaMoePlanParams& params) {
-  using Scan = BlockScan<Config::kThreads>;
-  __shared__ typename Scan::Storage scan;
-  if (pointer<const MegaMoeControl>(params.control)->aborted) return write_empty_plan(params, Config::kThreads);
+// All threads of one CTA.
+template <int kThreads, class Params>
+__device__ __forceinline__ void make_plan(const Params& params, typename BlockScan<kThreads>::Storage& scan) {
+  using Scan = BlockScan<kThreads>;
+  if (pointer<const MegaMoeControl>(params.control)->aborted) return write_empty_plan(params, kThreads);
   int base = 0;
-  for (int first = 0; first < params.num_local_experts; first += Config::kThreads) {
+  for (int first = 0; first < params.num_local_experts; first += kThreads) {
     const int expert = first + threadIdx.x;
     int rows = 0, total;
     if (expert < params.num_local_experts)
@@ -63,6 +69,12 @@ __device__ __forceinline__ void mega_moe_plan(const MegaMoePlanParams& params) {
     base += total;
   }
   if (threadIdx.x == 0) record_id_faults(params);
+}
+
+template <class Config>
+__device__ __forceinline__ void mega_moe_plan(const MegaMoePlanParams& params) {
+  __shared__ typename BlockScan<Config::kThreads>::Storage scan;
+  make_plan<Config::kThreads>(params, scan);
 }
 
 }  // namespace deep_gemm::kernels

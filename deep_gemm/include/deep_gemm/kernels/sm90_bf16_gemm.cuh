@@ -20,6 +20,20 @@
 
 namespace deep_gemm::kernels {
 
+// The schedule thread. Padding blocks, which have group -1 in the tile order, are left out.
+template <class Config>
+__device__ __forceinline__ void walk_tiles(const typename Config::Params& params, typename GemmTraits<Config>::SharedStorage& smem) {
+  const dg_gemm_problem problem = GemmTraits<Config>::problem(params);
+  const int* layout = reinterpret_cast<const int*>(params.group_layout);
+  dg_gemm_cursor cursor = dg_gemm_cursor_begin(blockIdx.x, gridDim.x, problem.cluster);
+  smem.tiles.run([&](dg_gemm_tile& tile) {
+    bool more;
+    do more = dg_gemm_next_tile(&cursor, &problem, layout, &tile);
+    while (more && tile.group < 0);
+    return more;
+  });
+}
+
 template <class Config>
 __device__ __forceinline__ void sm90_bf16_gemm(const typename Config::Params& params) {
   using Traits = GemmTraits<Config>;
@@ -41,7 +55,7 @@ __device__ __forceinline__ void sm90_bf16_gemm(const typename Config::Params& pa
     cutlass::arch::warpgroup_reg_dealloc<Traits::kLoadRegisters>();
     const int warp = cutlass::canonical_warp_idx_sync() % 4;
     if (warp == 0) LoadRole<Config>{params, smem}.run();
-    if (warp == 1 && cute::elect_one_sync()) smem.tiles.run(Traits::problem(params), reinterpret_cast<const int*>(params.group_layout));
+    if (warp == 1 && cute::elect_one_sync()) walk_tiles<Config>(params, smem);
     if constexpr (Traits::kGatherWarps > 0)
       if (warp >= 2) GatherRole<Config>{params, smem}.run();
   } else {

@@ -40,7 +40,7 @@ struct GemmTraits {
   static_assert(kAtoms * Acc::kRegisters <= 192, "the accumulator leaves 40 registers to everything else");
   static_assert(!kKGrouped || (kMajorA == Major::kMN && kMajorB == Major::kMN), "a k-group is masked by rows of MN-major tiles");
 
-  using TileQueue = TileRing<1 + kGatherWarps + kMathThreads / 32>;  // read by the warps that load and every math warp
+  using TileQueue = TileRing<dg_gemm_tile, 1 + kGatherWarps + kMathThreads / 32>;  // read by the warps that load and every math warp
 
   struct SharedStorage {
     typename Ring::Tiles operands;

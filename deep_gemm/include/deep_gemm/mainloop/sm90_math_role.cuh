@@ -5,39 +5,13 @@
 
 namespace deep_gemm::kernels {
 
-// One warpgroup of math.
-template <class Config>
-struct MathRole {
-  using Traits = GemmTraits<Config>;
+// One warpgroup of math: the sums of one tile after another, from the operand ring. What it needs of Traits: GemmTraits or MegaMoeTraits.
+template <class Traits>
+struct Multiplier {
   using Acc = typename Traits::Acc;
-  const typename Traits::Params& params;
   typename Traits::SharedStorage& smem;
   const int warpgroup;
   typename Traits::Ring::Position at{};
-
-  __device__ __forceinline__ void run() {
-    typename Traits::TileQueue::Reader tiles{smem.tiles};
-    auto epilogue = make_epilogue();
-    for (const dg_gemm_tile* tile; (tile = tiles.next());) {
-      if (Traits::kPingPong && tiles.number % 2 != warpgroup) {
-        at.advance(Traits::k_blocks(*tile));
-      } else {
-        Acc acc[Traits::kAtoms];
-        epilogue.begin(*tile);
-        if (Traits::kPingPong) begin_turn(tiles.number / 2);
-        multiply(*tile, acc);
-        epilogue.run(*tile, acc);
-      }
-      tiles.release();
-    }
-    epilogue.finish();
-  }
-
-  __device__ __forceinline__ typename Traits::Epilogue make_epilogue() const {
-    const Warpgroup threads{2 + warpgroup};
-    if constexpr (Traits::kDswiglu) return {params, smem.staging[warpgroup], first_row(), threads, smem.dswiglu[warpgroup]};
-    else return {params, smem.staging[warpgroup], first_row(), threads};
-  }
 
   // Warpgroup 0 begins: for it the phase before the first counts as done. All warps have seen the phase before one of them may end the turn: a
   // warp two phases late would take the parity of the newer for its own, and wait for ever.
@@ -49,22 +23,25 @@ struct MathRole {
     if (threadIdx.x % 128 == 0) smem.turn[warpgroup ^ 1].arrive();
   }
 
+  // A tile that is the other warpgroup's.
+  __device__ __forceinline__ void skip(const dg_gemm_tile& tile) { at.advance(Traits::k_blocks(tile)); }
+
   // First row of the tile that is this warpgroup's.
   __device__ __forceinline__ int first_row() const { return Traits::kPingPong ? 0 : warpgroup * kWgmmaM; }
 
-  // acc = sum over the tile's k blocks. What does not exist is left out: a second block of 64 rows, columns in steps of 64. Its accumulators
-  // stay undefined, and the epilogue does not look at them. Loops of their own, as WGMMAs under a condition would be serialised.
-  __device__ __forceinline__ void multiply(const dg_gemm_tile& tile, Acc (&acc)[Traits::kAtoms]) {
+  // acc = sum over the tile's k blocks, of which `columns` columns exist. What does not exist is left out: a second block of 64 rows, columns in
+  // steps of 64. Its accumulators stay undefined, and the epilogue does not look at them. Loops of their own, as WGMMAs under a condition would be
+  // serialised.
+  __device__ __forceinline__ void multiply(const dg_gemm_tile& tile, int columns, Acc (&acc)[Traits::kAtoms]) {
     constexpr int kAtoms = Traits::kAtoms, kN = Traits::kBlockN;
-    const int columns = params.n - tile.n_begin;
     if (Traits::kCluster > 1 && tile.num_rows == 0) pass(tile);
-    else if (Traits::kGateUp) tile.num_rows > kWgmmaM ? multiply_blocks<kAtoms, kN>(tile, acc) : multiply_blocks<1, kN>(tile, acc);
     else if (kN == 192 && columns <= 64) multiply_blocks<kAtoms, 64>(tile, acc);
     else if (kN == 192 && columns <= 128) multiply_blocks<kAtoms, 128>(tile, acc);
     else if (kAtoms == 1 || tile.num_rows > kWgmmaM) multiply_blocks<kAtoms, kN>(tile, acc);
     else multiply_blocks<1, kN>(tile, acc);
   }
 
+ private:
   // This CTA has no tile, but its peer's tiles come through its ring. All warps have seen a stage full before it is handed back: without WGMMA
   // nothing else keeps them within a lap of each other, which a parity needs.
   __device__ __forceinline__ void pass(const dg_gemm_tile& tile) {
@@ -143,6 +120,42 @@ struct MathRole {
     }
     ptx::fence_proxy_async_shared();  // WGMMA reads what ordinary stores wrote
     cutlass::arch::NamedBarrier::sync(kThreads, Traits::kPingPong ? 2 + warpgroup : 1);
+  }
+};
+
+// The math role of one GEMM.
+template <class Config>
+struct MathRole {
+  using Traits = GemmTraits<Config>;
+  const typename Traits::Params& params;
+  typename Traits::SharedStorage& smem;
+  const int warpgroup;
+
+  __device__ __forceinline__ void run() {
+    typename Traits::TileQueue::Reader tiles{smem.tiles};
+    Multiplier<Traits> multiplier{smem, warpgroup};
+    auto epilogue = make_epilogue(multiplier.first_row());
+    for (const dg_gemm_tile* tile; (tile = tiles.next());) {
+      if (Traits::kPingPong && tiles.number % 2 != warpgroup) {
+        multiplier.skip(*tile);
+      } else {
+        typename Traits::Acc acc[Traits::kAtoms];
+        epilogue.begin(*tile);
+        if (Traits::kPingPong) multiplier.begin_turn(tiles.number / 2);
+        multiplier.multiply(*tile, Traits::kGateUp ? Traits::kBlockN : params.n - tile->n_begin, acc);
+        epilogue.run(*tile, acc);
+      }
+      tiles.release();
+    }
+    epilogue.finish();
+  }
+
+ private:
+  __device__ __forceinline__ typename Traits::Epilogue make_epilogue(int first_row) const {
+    const Warpgroup threads{2 + warpgroup};
+    if constexpr (Traits::kDswiglu) return {params, smem.staging[warpgroup], first_row, threads, smem.dswiglu[warpgroup]};
+    else if constexpr (Traits::kGateUp) return {params, smem.staging[warpgroup], first_row, threads, params.save_z != 0};
+    else return {params, smem.staging[warpgroup], first_row, threads};
   }
 };
 

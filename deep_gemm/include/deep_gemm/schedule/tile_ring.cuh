@@ -11,12 +11,16 @@
 
 namespace deep_gemm {
 
-template <int kReaders>
+// The end of the sequence is a tile that no order has.
+__device__ __forceinline__ bool is_end(const dg_gemm_tile& tile) { return tile.group < 0; }
+__device__ __forceinline__ void make_end(dg_gemm_tile& tile) { tile.group = -1; }
+
+template <class Tile, int kReaders>
 struct TileRing {
   static constexpr int kSlots = DG_GEMM_TILE_SLOTS;
   using Barrier = cutlass::arch::ClusterBarrier;
 
-  dg_gemm_tile tile[kSlots];
+  Tile tile[kSlots];
   Barrier full[kSlots], empty[kSlots];
 
   __device__ __forceinline__ void init_barriers() {
@@ -30,17 +34,15 @@ struct TileRing {
   __device__ __forceinline__ static int slot_of(int number) { return number % kSlots; }
   __device__ __forceinline__ static uint32_t phase_of(int number) { return number / kSlots % 2; }
 
-  // The schedule thread. A tile with group -1 ends the sequence; padding blocks, which have that group in the tile order, are left out.
-  __device__ __forceinline__ void run(const dg_gemm_problem& problem, const int* layout) {
-    dg_gemm_cursor cursor = dg_gemm_cursor_begin(blockIdx.x, gridDim.x, problem.cluster);
+  // The schedule thread. walk(tile) gives the next tile; false: there is none.
+  template <class Walk>
+  __device__ __forceinline__ void run(Walk&& walk) {
     bool more = true;
     for (int number = 0; more; ++number) {
       const int slot = slot_of(number);
-      dg_gemm_tile& next = tile[slot];
       empty[slot].wait(phase_of(number) ^ 1);
-      do more = dg_gemm_next_tile(&cursor, &problem, layout, &next);
-      while (more && next.group < 0);
-      if (!more) next.group = -1;
+      more = walk(tile[slot]);
+      if (!more) make_end(tile[slot]);
       full[slot].arrive();
     }
   }
@@ -50,10 +52,10 @@ struct TileRing {
     TileRing& ring;
     int number = 0;  // of the tile that `next` gives
 
-    __device__ __forceinline__ const dg_gemm_tile* next() {
+    __device__ __forceinline__ const Tile* next() {
       ring.full[slot_of(number)].wait(phase_of(number));
-      const dg_gemm_tile* tile = &ring.tile[slot_of(number)];
-      return tile->group < 0 ? nullptr : tile;
+      const Tile* tile = &ring.tile[slot_of(number)];
+      return is_end(*tile) ? nullptr : tile;
     }
     __device__ __forceinline__ void release() {
       ptx::forget(number);
