@@ -14,14 +14,14 @@ from simt.gemms import SimtGemms, group_bounds, pool
 from simt.machine import INCLUDE, SimtError
 
 from deep_gemm import gemm_launch
-from deep_gemm.gemm_launch import Gate, Gather
+from deep_gemm.gemm_launch import Gate
 from deep_gemm.testing import assert_close
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the SIMT machine needs a C++ compiler (g++)")
 
 ORDERS = [0, 1, 2, 3, 4]  # forward, reversed, three random ones
-GROUPS = {"partial": [70, 0, 200], "one_row": [1, 128], "whole": [0, 256, 128]}
-SHAPES = {"partial": (448, 320, 3), "one_row": (128, 128, 2), "whole": (320, 192, 2)}  # n, k, CTAs
+GROUPS = {"partial": [70, 0, 200], "one_row": [1, 128], "whole": [0, 256, 128], "many_tiles": [128, 64, 1, 128, 256, 100]}
+SHAPES = {"partial": (448, 320, 3), "one_row": (128, 128, 2), "whole": (320, 192, 2), "many_tiles": (384, 64, 1)}  # n, k, CTAs
 BF16_ULP = 2**-8
 
 
@@ -75,8 +75,8 @@ def test_m_grouped_matches_fp64(case, gemms):
 
 
 def test_gathered_rows_match_fp64(gemms):
-    for case in GROUPS:
-        m_grouped(GROUPS[case], *SHAPES[case], gathered=True)
+    for case, rows in GROUPS.items():
+        m_grouped(rows, *SHAPES[case], gathered=True)
 
 
 def test_clusters_share_tiles(gemms):
@@ -100,7 +100,9 @@ def test_k_grouped_adds_to_fp32(gemms):
 
 def gate_of(weights, biases=None):
     alpha, offset, clamp = (1.0, 0.0, float("inf")) if biases is None else (1.702, 1.0, 3.0)
-    gate = {} if biases is None else {"gate_bias": biases[0].data_ptr(), "up_bias": biases[1].data_ptr(), "bias_stride": biases[0].stride(0)}
+    gate = (
+        {} if biases is None else {"gate_bias": biases[0].data_ptr(), "up_bias": biases[1].data_ptr(), "bias_stride": biases[0].stride(0)}
+    )
     return Gate(alpha, offset, clamp, row_weight=weights.data_ptr(), row_weight_stride=4, **gate)
 
 
@@ -152,3 +154,35 @@ def test_dswiglu_epilogue(in_place, gemms):
         assert_close(dz[inside].double(), dz64, rel_frobenius=3e-3, name="dz")
         rounded(act[inside], p * a.detach(), "act")
         assert_close(row_dp[:, inside].sum(0).double(), (da * a.detach()).sum(1), rel_frobenius=1e-5, name="dp")
+
+
+# ---- the machine finds faults ----------------------------------------------------------------------------------------------------------
+
+
+def changed_headers(folder, file, old, new):
+    """A copy of the project's headers with one text replaced."""
+    shutil.copytree(INCLUDE, folder)
+    text = (folder / file).read_text(encoding="utf-8")
+    assert text.count(old) >= 1, f"{file} no longer has {old!r}"
+    (folder / file).write_text(text.replace(old, new), encoding="utf-8")
+    return folder
+
+
+FAULTS = {
+    "wrong_phase": (
+        "mainloop/sm90_load_role.cuh",
+        "ring.empty[at.stage].wait(at.phase ^ 1)",
+        "ring.empty[at.stage].wait(at.phase)",
+        r"dead-lock(.|\n)*warp 8 lanes 0-31: mbarrier smem\+0x\w+, parity 0 \(0 phases done",
+    ),
+    "no_wait_for_wgmma": ("mainloop/sm90_math_role.cuh", "cute::warpgroup_wait<0>();", "", "CTA . thread .*WGMMA: "),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_in_the_pipeline_are_found(fault, tmp_path):
+    *change, message = FAULTS[fault]
+    broken = SimtGemms(tmp_path, changed_headers(tmp_path / "changed", *change))
+    broken.timeout_s = 0.5
+    with broken.installed(), pytest.raises(SimtError, match=message):
+        m_grouped(GROUPS["partial"], *SHAPES["partial"])

@@ -184,8 +184,12 @@ inline void commit_stores() { ++my_copies().groups; }
 // All groups but the latest `left` have been read, and, if asked for, written.
 inline void wait_for_stores(unsigned left, bool written) {
   ThreadCopies& mine = my_copies();
+  auto asked = [&](const Store& store) { return store.group + left < mine.groups; };
+  // Others go on meanwhile.
+  if (std::any_of(mine.stores.begin(), mine.stores.end(), [&](const Store& store) { return asked(store) && !store.read; }))
+    wait_for({Wait::kPoll, nullptr, 0, 0, [] { return std::string("bulk stores"); }});
   for (auto& store : mine.stores)
-    if (store.group + left < mine.groups) {
+    if (asked(store)) {
       read_store(store);
       if (written) write_store(store);
     }

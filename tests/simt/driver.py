@@ -28,11 +28,15 @@ class _TensorMap(ctypes.Structure):
     ]
 
 
-@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, _U64, _U64, _U32, _U32, *[ctypes.c_int] * 4)
+@ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, _U64, _U64, _U32, _U32, *[ctypes.c_int] * 4
+)
 def _encode(to, dtype, rank, address, dims, strides, box, element_strides, interleave, swizzle, l2_promotion, oob_fill):
     if interleave or oob_fill or any(element_strides[i] != 1 for i in range(rank)):
         return 1  # the machine does not know these
-    made = _TensorMap(address=address, magic=_MAGIC, rank=rank, element_bytes=_ELEMENT_BYTES[dtype], swizzle_bytes=_SWIZZLE_BYTES[swizzle], dtype=dtype)
+    made = _TensorMap(
+        address=address, magic=_MAGIC, rank=rank, element_bytes=_ELEMENT_BYTES[dtype], swizzle_bytes=_SWIZZLE_BYTES[swizzle], dtype=dtype
+    )
     made.dims[:rank], made.box[:rank], made.strides[: rank - 1] = dims[:rank], box[:rank], strides[: rank - 1]
     ctypes.memset(to, 0, 128)
     ctypes.memmove(to, ctypes.byref(made), ctypes.sizeof(made))

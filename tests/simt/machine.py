@@ -70,9 +70,22 @@ def _compile(folder: Path, source: str) -> ctypes.CDLL:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "kernels.cpp").write_text(source, encoding="utf-8")
     library = folder / "kernels.so"
-    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-w", "-pthread", "-fno-strict-aliasing", "-fno-gnu-unique", "-fvisibility=hidden", "-U_FORTIFY_SOURCE"]
+    flags = [
+        "-std=c++20",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        "-w",
+        "-pthread",
+        "-fno-strict-aliasing",
+        "-fno-gnu-unique",
+        "-fvisibility=hidden",
+        "-U_FORTIFY_SOURCE",
+    ]
     roots = [f"-I{path}" for path in (HERE / "shim", HERE, folder / "include")]
-    made = subprocess.run(["g++", *flags, *roots, str(folder / "kernels.cpp"), "-o", str(library)], capture_output=True, text=True)
+    made = subprocess.run(
+        ["g++", *flags, *roots, str(folder / "kernels.cpp"), "-o", str(library)], check=False, capture_output=True, text=True
+    )
     if made.returncode:
         raise RuntimeError(f"g++ could not compile {folder / 'kernels.cpp'}:\n{made.stderr[-6000:]}")
     return ctypes.CDLL(str(library))
@@ -114,7 +127,11 @@ class HopperKernel:
 
 def _staged_source() -> str:
     headers = {kernel.header for kernel in KERNELS.values()}
-    lines = ["#include <simt.h>", "#include <cuda_bf16.h>", *(f"#include <deep_gemm/kernels/mega_moe_{name}.cuh>" for name in sorted(headers))]
+    lines = [
+        "#include <simt.h>",
+        "#include <cuda_bf16.h>",
+        *(f"#include <deep_gemm/kernels/mega_moe_{name}.cuh>" for name in sorted(headers)),
+    ]
     for name, kernel in KERNELS.items():
         members = [f"static constexpr int kThreads = {kernel.threads};"]
         members += [f"using {key} = {value.name};" for key, value in kernel.config.items() if isinstance(value, CppType)]

@@ -376,7 +376,7 @@ inline void Cluster::report() {
     for (unsigned i = 0; i < launch.threads;) {
       auto state = [&](unsigned t) -> std::string {
         Fiber& f = c->fibers[t];
-        return f.done || f.wait.until == Wait::kRunnable || !f.wait.name ? "" : f.wait.name();
+        return f.done || (f.wait.until != Wait::kPoll && f.wait.over()) ? "" : f.wait.name();
       };
       const std::string what = state(i);
       unsigned end = i + 1;

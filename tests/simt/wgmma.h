@@ -18,8 +18,7 @@ struct WgmmaOperation {
   OperandMajor major_a, major_b;
   bool add;
   std::shared_ptr<WgmmaAccumulator> sum;
-  int issued = 0;  // threads
-  std::vector<uint16_t> operands;  // as they were when the last thread issued it: A [64][16], B [16][columns]
+  std::vector<uint16_t> operands;  // as they were when the first thread issued it: A [64][16], B [16][columns]
 };
 struct Warpgroup {
   std::deque<WgmmaOperation> operations;  // not yet run
@@ -97,6 +96,7 @@ inline void wgmma(uint64_t a, uint64_t b, OperandMajor major_a, OperandMajor maj
     check_descriptor(a), check_descriptor(b);
     group.operations.push_back({a, b, major_a, major_b, add, accumulator_of(group, registers, columns, t)});
     ++group.operations.back().sum->users;
+    group.operations.back().operands = read_operands(*cta, group.operations.back());
   }
   WgmmaOperation& op = group.operations[number - group.first];
   if (op.a != a || op.b != b || op.add != add || op.sum->columns != columns) fail("WGMMA: the threads of a warpgroup do not agree");
@@ -105,7 +105,6 @@ inline void wgmma(uint64_t a, uint64_t b, OperandMajor major_a, OperandMajor maj
     for_registers(*op.sum, t, [](float& mine, float& all) { all = mine, mine = NAN; });
   }
   if (op.sum->at[t] != registers) fail("WGMMA: another accumulator than that of the other threads");
-  if (++op.issued == 128) op.operands = read_operands(*cta, op);
 }
 
 inline void wgmma_commit() {
