@@ -1,7 +1,7 @@
 // Asynchronous copies of the SIMT machine: TMA boxes, bulk copies, cp.async. They happen as late as the program allows.
 //
-// A load makes its destination NaN when it is issued, and lands when no thread can go on: who reads before the mbarrier is done, or still reads
-// when the load is issued, gets NaN. Bytes of the source that change meanwhile arrive as NaN.
+// A load makes its destination NaN when it is issued, and lands when no thread can go on: who reads before the mbarrier is done, or still
+// reads when the load is issued, gets NaN. Bytes of the source that change meanwhile arrive as NaN.
 // A store takes its bytes when it is issued, and checks when it is waited for that they have not changed. They reach global memory when
 // bulk_wait asks for it, or when the CTA ends; in a random order, half of the stores and loads are immediate.
 #pragma once
@@ -55,7 +55,8 @@ inline Box box_of(const TensorMap& map, const std::vector<int>& at) {
       inside = inside && x >= 0 && x < int64_t(map.dims[d]);
       from += x * int64_t(map.strides[d - 1]);
     }
-    if (inside) box.pieces.push_back({reinterpret_cast<uint8_t*>(map.address) + from + low * size, size_t((row * inner + low) * size), size_t((high - low) * size)});
+    uint8_t* begin = reinterpret_cast<uint8_t*>(map.address) + from + low * size;
+    if (inside) box.pieces.push_back({begin, size_t((row * inner + low) * size), size_t((high - low) * size)});
   }
   box.bytes = rows * inner * size;
   box.swizzle = map.swizzle_bytes;
@@ -82,7 +83,8 @@ void for_chunks(Cta& owner, const uint8_t* smem, unsigned swizzle, size_t offset
 }
 inline void check_smem(const void* smem, size_t bytes, const Box& box) {
   const auto offset = static_cast<const uint8_t*>(smem) - cta->smem;
-  if (offset < 0 || size_t(offset) + bytes > cta->cluster->launch.smem_bytes) fail(text("a copy of %zu bytes at %s leaves shared memory", bytes, smem_name(smem).c_str()));
+  if (offset < 0 || size_t(offset) + bytes > cta->cluster->launch.smem_bytes)
+    fail(text("a copy of %zu bytes at %s leaves shared memory", bytes, smem_name(smem).c_str()));
   const int alignment = box.swizzle ? box.swizzle * 8 : 16;
   if (offset % alignment) fail(text("a copy at %s, expected a multiple of %d", smem_name(smem).c_str(), alignment));
 }
@@ -98,7 +100,8 @@ inline void put_in_smem(Cta& owner, uint8_t* smem, const Box& box, const std::ve
 inline std::vector<uint8_t> read_smem(Cta& owner, const uint8_t* smem, const Box& box) {
   std::vector<uint8_t> bytes(box.bytes, 0);
   for (auto& piece : box.pieces)
-    for_chunks(owner, smem, box.swizzle, piece.offset, piece.bytes, [&](uint8_t* from, size_t offset, size_t n) { std::memcpy(&bytes[offset], from, n); });
+    for_chunks(owner, smem, box.swizzle, piece.offset, piece.bytes,
+               [&](uint8_t* from, size_t offset, size_t n) { std::memcpy(&bytes[offset], from, n); });
   return bytes;
 }
 
@@ -129,7 +132,7 @@ inline void load_box(Box box, void* smem, void* barrier, unsigned ctas) {
 }
 inline unsigned only_this_cta() { return 1u << cta->rank; }
 
-// ---- stores, in groups of the thread that issues them ------------------------------------------------------------------------------------
+// ---- stores, in groups of the thread that issues them --------------------------------------------------------------------------------
 
 struct Store {
   enum Action { kWrite, kAdd } action;
@@ -142,8 +145,8 @@ struct Store {
 };
 struct ThreadCopies {
   std::vector<Store> stores;
-  unsigned groups = 0;                                // committed
-  std::vector<std::pair<uint8_t*, Piece>> loads;      // cp.async since the last arrive: where to, where from (0 bytes: zeros)
+  unsigned groups = 0;                            // committed
+  std::vector<std::pair<uint8_t*, Piece>> loads;  // cp.async since the last arrive: where to, where from (0 bytes: zeros)
 };
 inline ThreadCopies& thread_copies(Cta& c, unsigned thread);  // hopper.h
 inline ThreadCopies& my_copies() { return thread_copies(*cta, fiber->thread.x); }
@@ -196,6 +199,7 @@ inline void wait_for_stores(unsigned left, bool written) {
   std::erase_if(mine.stores, [](const Store& store) { return store.read && store.written; });
 }
 inline void end_of_stores(ThreadCopies& mine, unsigned thread) {
+  if (!mine.loads.empty()) return fail(text("thread %u ends before its cp.async were waited for", thread));
   for (auto& store : mine.stores) {
     if (!store.read) return fail(text("thread %u ends while a store of %s may still be reading", thread, smem_name(store.smem).c_str()));
     write_store(store);

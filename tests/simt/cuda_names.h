@@ -70,8 +70,14 @@ T shuffle(unsigned mask, T v, unsigned from) {
 }
 template <class T> T __shfl_sync(unsigned mask, T v, int from) { return shuffle(mask, v, from % 32); }
 template <class T> T __shfl_xor_sync(unsigned mask, T v, int by) { return shuffle(mask, v, lane_of_fiber() ^ by); }
-template <class T> T __shfl_up_sync(unsigned mask, T v, int by) { const unsigned lane = lane_of_fiber(); return shuffle(mask, v, lane < unsigned(by) ? lane : lane - by); }
-template <class T> T __shfl_down_sync(unsigned mask, T v, int by) { const unsigned lane = lane_of_fiber(); return shuffle(mask, v, lane + by > 31 ? lane : lane + by); }
+template <class T> T __shfl_up_sync(unsigned mask, T v, int by) {
+  const unsigned lane = lane_of_fiber();
+  return shuffle(mask, v, lane < unsigned(by) ? lane : lane - by);
+}
+template <class T> T __shfl_down_sync(unsigned mask, T v, int by) {
+  const unsigned lane = lane_of_fiber();
+  return shuffle(mask, v, lane + by > 31 ? lane : lane + by);
+}
 // Lanes whose value passes `test`.
 template <class Test>
 unsigned lanes_where(unsigned mask, uint64_t value, Test test) {
@@ -83,7 +89,9 @@ unsigned lanes_where(unsigned mask, uint64_t value, Test test) {
 inline unsigned __ballot_sync(unsigned mask, int v) { return lanes_where(mask, v != 0, [](uint64_t other) { return other != 0; }); }
 inline int __any_sync(unsigned mask, int v) { return __ballot_sync(mask, v) != 0; }
 inline int __all_sync(unsigned mask, int v) { return __ballot_sync(mask, !v) == 0; }
-inline unsigned __match_any_sync(unsigned mask, int v) { return lanes_where(mask, unsigned(v), [=](uint64_t other) { return other == unsigned(v); }); }
+inline unsigned __match_any_sync(unsigned mask, int v) {
+  return lanes_where(mask, unsigned(v), [=](uint64_t other) { return other == unsigned(v); });
+}
 inline unsigned __activemask() { return 1u << lane_of_fiber(); }
 template <class T>
 T reduce(unsigned mask, T v, T (*combine)(T, T)) {

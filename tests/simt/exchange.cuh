@@ -1,5 +1,6 @@
-// CTAs that wait for each other (tests/test_simt_machine.py): each one brings its 1024 bytes at `epoch` (an address) to shared memory by a bulk load, adds 1 to every
-// word, stores them to `d`, and, once all have, sums the words of the next CTA into its own word of `d` behind the rows.
+// CTAs that wait for each other (tests/test_simt_machine.py): each one brings its 1024 bytes at `epoch` (an address) to shared memory by a
+// bulk load, adds 1 to every word, stores them to `d`, and, once all have, sums the words of the next CTA into its own word of `d` behind the
+// rows.
 #pragma once
 #include <cutlass/arch/barrier.h>
 #include <deep_gemm/layout/example_params.h>

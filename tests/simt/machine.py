@@ -41,7 +41,8 @@ def copy_headers(to: Path, include: Path = INCLUDE) -> None:
 
 _RUNNER = """
 // {name}: runs `{call}` on every thread. Returns the length of the message, 0 when all went well.
-extern "C" __attribute__((visibility("default"))) size_t run_{name}(const void* raw, const simt::LaunchArguments* arguments, char* message, size_t size) {{
+extern "C" __attribute__((visibility("default")))
+size_t run_{name}(const void* raw, const simt::LaunchArguments* arguments, char* message, size_t size) {{
   alignas({params}) unsigned char place[sizeof({params})];
   std::memcpy(place, raw, sizeof(place));
   const auto& params = *reinterpret_cast<const {params}*>(place);

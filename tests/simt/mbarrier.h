@@ -42,7 +42,8 @@ inline Mbarrier& mbarrier(Cta& owner, const void* p) {
 
 inline void mbarrier_arrive(Cta& owner, const void* p, int64_t expect_bytes = 0) {
   Mbarrier& barrier = mbarrier(owner, p);
-  if (barrier.pending == 0) return fail(text("mbarrier at %s: more than %u arrivals in phase %llu", smem_name(p).c_str(), barrier.count, (unsigned long long)barrier.phase));
+  if (barrier.pending == 0)
+    return fail(text("mbarrier at %s: more than %u arrivals in phase %lu", smem_name(p).c_str(), barrier.count, barrier.phase));
   barrier.bytes += expect_bytes;
   --barrier.pending;
   barrier.settle();
@@ -52,7 +53,8 @@ inline void mbarrier_expect(Cta& owner, const void* p, int64_t bytes) { mbarrier
 inline void mbarrier_complete(Cta& owner, const void* p, int64_t bytes) {
   Mbarrier& barrier = mbarrier(owner, p);
   barrier.bytes -= bytes;
-  if (barrier.bytes < 0 && barrier.pending == 0) return fail(text("mbarrier at %s: %lld bytes more than expected", smem_name(p).c_str(), (long long)-barrier.bytes));
+  if (barrier.bytes < 0 && barrier.pending == 0)
+    return fail(text("mbarrier at %s: %lld bytes more than expected", smem_name(p).c_str(), (long long)-barrier.bytes));
   barrier.settle();
 }
 
@@ -61,8 +63,8 @@ inline void mbarrier_wait(const void* p, unsigned parity) {
   if (parity > 1) fail(text("mbarrier at %s: parity %u", smem_name(p).c_str(), parity));
   Mbarrier& barrier = mbarrier(*cta, p);
   wait_for({Wait::kDiffers, &barrier.phase, parity, 1, [&barrier, p, parity] {
-              return text("mbarrier %s, parity %u (%llu phases done, %u of %u arrivals and %lld bytes missing)", smem_name(p).c_str(), parity,
-                          (unsigned long long)barrier.phase, barrier.pending, barrier.count, (long long)barrier.bytes);
+              return text("mbarrier %s, parity %u (%lu phases done, %u of %u arrivals and %ld bytes missing)", smem_name(p).c_str(), parity,
+                          barrier.phase, barrier.pending, barrier.count, barrier.bytes);
             }});
 }
 

@@ -1,8 +1,8 @@
-// A SIMT machine: runs CUDA kernels on the CPU. Every thread is a fiber that runs until it waits, in an order that the caller picks, so that a
-// missing barrier shows. For tests of indexing, exchange and pipelines where there is no GPU; it says nothing about memory order.
+// A SIMT machine: runs CUDA kernels on the CPU. Every thread is a fiber that runs until it waits, in an order that the caller picks, so
+// that a missing barrier shows. For tests of indexing, exchange and pipelines where there is no GPU; it says nothing about memory order.
 //
 // One OS thread runs the CTAs of one cluster. CTAs run one cluster after another, or, in a resident launch, all at once.
-// What the hardware does beside the threads (hopper.h: copies) waits in Cta::pending until no thread can go on: as late as the program allows.
+// What the hardware does beside the threads (copies.h) waits in Cta::pending until no thread can go on: as late as the program allows.
 // cuda_names.h has the names that kernels use.
 #pragma once
 #include <sched.h>
@@ -188,7 +188,7 @@ inline void wait_for(Wait wait) {
   leave();
 }
 inline void poll(const void* address, uint64_t seen) {
-  wait_for({Wait::kPoll, nullptr, 0, 0, [=] { return address ? text("polls %p (last value %llu)", address, (unsigned long long)seen) : "sleeps"; }});
+  wait_for({Wait::kPoll, nullptr, 0, 0, [=] { return address ? text("polls %p (last value %lu)", address, seen) : "sleeps"; }});
 }
 inline void meet(Meeting& meeting, unsigned expected, std::function<std::string()> name) {
   if (++meeting.arrived == expected) return meeting.open();
@@ -215,7 +215,8 @@ inline NamedMeeting& named_barrier(unsigned id, unsigned threads) {
 }
 inline void sync_named(unsigned id, unsigned threads) {
   NamedMeeting& barrier = named_barrier(id, threads);
-  meet(barrier, threads, [&barrier, id] { return text("named barrier %u (%u of %u threads are there)", id, barrier.arrived, barrier.expected); });
+  meet(barrier, threads,
+       [&barrier, id] { return text("named barrier %u (%u of %u threads are there)", id, barrier.arrived, barrier.expected); });
 }
 inline void arrive_named(unsigned id, unsigned threads) {
   NamedMeeting& barrier = named_barrier(id, threads);
@@ -255,7 +256,8 @@ template <class T>
 T* dynamic_smem() { return reinterpret_cast<T*>(cta->smem); }
 inline unsigned smem_address(const void* p) {
   const auto offset = static_cast<const uint8_t*>(p) - cta->smem;
-  if (offset < 0 || offset > static_cast<int64_t>(cta->cluster->launch.smem_bytes)) fail(text("%p is not in the CTA's dynamic shared memory", p));
+  if (offset < 0 || offset > static_cast<int64_t>(cta->cluster->launch.smem_bytes))
+    fail(text("%p is not in the CTA's dynamic shared memory", p));
   return Cta::kSmemBase + static_cast<unsigned>(offset);
 }
 inline uint8_t* smem_pointer(unsigned address) {

@@ -1,5 +1,5 @@
-// WGMMA of the SIMT machine: BF16 operands in shared memory, 128-byte swizzle. The instructions of a group run when a thread waits for the group
-// and all 128 threads have committed it. Until then accumulators are NaN in the threads' memory, and operands must not change.
+// WGMMA of the SIMT machine: BF16 operands in shared memory, 128-byte swizzle. The instructions of a group run when a thread waits for the
+// group and all 128 threads have committed it. Until then accumulators are NaN in the threads' memory, and operands must not change.
 #pragma once
 #include "simt.h"
 
