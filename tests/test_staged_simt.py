@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the SIMT ma
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return compile_machine(tmp_path_factory.mktemp("simt"), "g++")
+    return compile_machine(tmp_path_factory.mktemp("simt"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,3 @@
+// jit/headers.py, "deep_gemm_prelude.h", on the CPU.
+#pragma once
+#include "simt.h"
