@@ -364,6 +364,9 @@ def test_dense(machine, order, dtype):
         assert (config.d_dtype, launch.smem_bytes) == (dtype, config.smem_bytes)
         for name, tensor in (("a", a), ("b", b), ("d_map", d)):
             assert machine.maps[launch[name]][0] == tensor.data_ptr()
+        for name, major, rows in (("a", config.a_major, 128), ("b", config.b_major, config.tile.block_n)):
+            box = (64, rows // config.tile.cluster, 1) if major == "k" else (64, 64, 1)  # a tile is one box a CTA, or one per 64 columns
+            assert machine.maps[launch[name]][4] == box
 
 
 @pytest.mark.parametrize(
@@ -523,10 +526,19 @@ FIRST_AND_LAST = "expected unit stride in the last dimension, and a multiple of 
 WITHIN = "expected the last row to begin within 64 GiB, as rows are gathered"
 ROWS = "expected rows of unit stride and a multiple of 8 elements, as they are gathered"
 
+ALL = (NT, GROUPED, MASKED, K_GROUPED)
+
+
+def elsewhere(name: str, argument: str) -> dict[str, torch.Tensor]:
+    like = good(name)[argument]
+    return {argument: zeros(*like.shape, dtype=like.dtype, gpu=1)}
+
+
 BAD = [
-    *((name, {"b": zeros(*good(name)["b"].shape, gpu=1)}, ValueError, ["b.device = cuda:1", "a's device = cuda:0"]) for name in (NT, GROUPED, MASKED, K_GROUPED)),
-    *((name, {"d": zeros(*good(name)["d"].shape, gpu=1)}, ValueError, ["d.device = cuda:1", "expected cuda:0"]) for name in (NT, GROUPED, MASKED, K_GROUPED)),
-    *((name, {"grouped_layout": ints(3, 5, gpu=1)}, ValueError, ["grouped_layout.device = cuda:1", "expected cuda:0"]) for name in (GROUPED, K_GROUPED)),
+    *((name, elsewhere(name, "b"), ValueError, ["b.device = cuda:1", "a's device = cuda:0"]) for name in ALL),
+    *((name, elsewhere(name, "d"), ValueError, ["d.device = cuda:1", "expected cuda:0"]) for name in ALL),
+    (GROUPED, {"grouped_layout": ints(3, 5, gpu=1)}, ValueError, ["grouped_layout.device = cuda:1", "expected cuda:0"]),
+    (K_GROUPED, {"grouped_layout": ints(3, 5, gpu=1)}, ValueError, ["grouped_layout.device = cuda:1", "expected cuda:0"]),
     (MASKED, {"masked_m": ints(3, 5, gpu=1)}, ValueError, ["masked_m.device = cuda:1", "expected cuda:0"]),
     (NT, {"c": zeros(64, 128, gpu=1)}, ValueError, ["c is torch.bfloat16 on cuda:1", "expected torch.bfloat16 on cuda:0, as d"]),
     (NT, {"c": zeros(64, 64)}, ValueError, ["c.shape = (64, 64)", "d.shape = (64, 128)"]),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from deep_gemm import gemm_launch, jit
+from deep_gemm.activation import SwiGLU
 from deep_gemm.gemm_config import TILES, GemmConfig
 
 ALIGNMENT = 128
@@ -98,6 +100,101 @@ def compile_all(configs: list[GemmConfig]) -> None:
     assert not report.failures, report.failures
 
 
+# ---- gated activation --------------------------------------------------------------------------------------------------------------
+
+HIDDEN = 64 * 5  # more k blocks than a ring has stages
+GATED_SIZES = [0, 1, 63, 64, 65, 127, 128, 129, 300]
+
+
+Results = tuple[torch.Tensor, ...]
+
+
+class GatedCase:
+    """Inputs of launch_swiglu and launch_dswiglu, and what they must give by FP64. Rows without a group are NaN, also of z and the weights."""
+
+    def __init__(self, width: int, device, *, activation: SwiGLU, biases: bool, weights: bool, sizes: list[int] = GATED_SIZES):
+        count = len(sizes)
+        self.activation, self.width, self.groups = activation, width, Groups(sizes, device)
+        self.used, self.index = self.groups.used, self.groups.index
+        self.x, self.dy, self.z = (self.groups.rows(columns, seed) for seed, columns in enumerate((HIDDEN, HIDDEN, 2 * width)))
+        self.w13 = normal(count, 2 * width, HIDDEN, seed=3, scale=HIDDEN**-0.5, device=device)
+        self.w2 = normal(count, HIDDEN, width, seed=4, scale=HIDDEN**-0.5, device=device)
+        self.b13 = normal(count, 2 * width, seed=5, device=device) if biases else None
+        self.meta = self.groups.rows(4, 6).float() if weights else None  # a row's weight is its last word, as in the staged MoE
+        if activation.clamp < math.inf and not biases:  # the derivative is that of the inside on the bound
+            self.z[:, ::7] = activation.clamp
+            self.z[:, 3::7] = -activation.clamp
+
+    def gate(self, first_row: int = 0) -> gemm_launch.Gate:
+        """first_row: of a window."""
+        constants = (self.activation.alpha, self.activation.up_offset, self.activation.clamp)
+        bias, weight = (0, 0, 0), (0, 0)
+        if self.b13 is not None:
+            bias = self.b13.data_ptr(), self.b13[:, self.width :].data_ptr(), self.b13.stride(0)
+        if self.meta is not None:
+            weight = self.meta[first_row:, 3].data_ptr(), 4 * self.meta.stride(0)
+        return gemm_launch.Gate(*constants, *bias, *weight)
+
+    def windows(self, capacity: int | None) -> list[tuple[tuple[int, int], slice]]:
+        """(window, its rows of the tensors)."""
+        if capacity is None:
+            return [(gemm_launch.NO_WINDOW, slice(self.groups.num_rows))]
+        return [(window, slice(*window)) for window in self.groups.windows(capacity)]
+
+    def empty(self, columns: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+        return torch.full((self.groups.num_rows, columns), UNTOUCHED, dtype=dtype, device=self.x.device)
+
+    def swiglu(self, launches, *, save_z: bool, capacity: int | None = None, source=None, rows=None, num_sms=None) -> Results:
+        """(a, z). capacity: of the windows. source, rows: x gathered."""
+        a, z = self.empty(self.width), self.empty(2 * self.width)
+        halves = self.w13[:, : self.width], self.w13[:, self.width :]
+        for window, part in self.windows(capacity):
+            x, gate = self.x[part] if rows is None else source, self.gate(part.start or 0)
+            options = {"z": z[part] if save_z else None, "rows": None if rows is None else rows[part], "window": window, "num_sms": num_sms}
+            launches.launch_swiglu(x, *halves, a[part], self.groups.ends, gate, **options)
+        return a, z
+
+    def dswiglu(self, launches, *, over_z: bool = False, capacity: int | None = None, source=None, rows=None, num_sms=None) -> Results:
+        """(dz, act, row_dp [rows, parts]). over_z: dz takes the place of z. source, rows: dy gathered."""
+        z, act = self.z.clone(), self.empty(self.width)
+        dz = z if over_z else self.empty(2 * self.width)
+        row_dp = self.empty(gemm_launch.dp_parts(self.width), F32).t().contiguous()
+        for window, part in self.windows(capacity):
+            dy, gate = self.dy[part] if rows is None else source, self.gate(part.start or 0)
+            results, options = (dz[part], act[part], row_dp[:, part]), {"rows": None if rows is None else rows[part], "window": window}
+            launches.launch_dswiglu(dy, self.w2, z[part], *results, self.groups.ends, gate, num_sms=num_sms, **options)
+        return dz, act, row_dp.t()
+
+    def by_group(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[rows, k] times [G, k, n] of each row's group, FP64."""
+        result = torch.zeros(len(rows), weights.shape[2], dtype=torch.float64, device=rows.device)
+        for group, part in enumerate(self.groups.slices):
+            result[part] = rows[part].double() @ weights[group].double()
+        return result
+
+    def activated(self, z: torch.Tensor) -> torch.Tensor:
+        """act(z + bias), FP64, of z [rows, 2I]; differentiable."""
+        if self.b13 is not None:
+            z = z + self.b13.double()[self.index.long().clamp(min=0)]
+        gate, up = z.chunk(2, 1)
+        gate, up = gate.clamp(max=self.activation.clamp), up.clamp(-self.activation.clamp, self.activation.clamp)
+        return gate * torch.sigmoid(self.activation.alpha * gate) * (up + self.activation.up_offset)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return torch.ones(len(self.x), 1, device=self.x.device).double() if self.meta is None else self.meta[:, 3:].double()
+
+    def true_z(self) -> torch.Tensor:
+        return self.by_group(self.x, self.w13.transpose(1, 2))
+
+    def true_gradients(self) -> Results:
+        """(dz, act, products of dA' and a, whose row sums are dp)."""
+        da, z = self.by_group(self.dy, self.w2), self.z.double().requires_grad_()
+        a = self.activated(z)
+        (dz,) = torch.autograd.grad(a, z, self.weight * da)
+        return dz, self.weight * a.detach(), da * a.detach()
+
+
 def dp_parts_of(products: torch.Tensor) -> torch.Tensor:
-    """[parts, rows]: row sums of [rows, width] over the columns that one partial sum covers each."""
-    return torch.stack([part.sum(1) for part in products.split(gemm_launch.DP_COLUMNS, 1)])
+    """[rows, parts]: row sums of [rows, width] over the columns that one partial sum covers each."""
+    return torch.stack([part.sum(1) for part in products.split(gemm_launch.DP_COLUMNS, 1)], 1)

@@ -1,5 +1,5 @@
-"""The launches of deep_gemm/gemm_launch.py by torch, for the rehearsal of their tests without a GPU. FP32 sums, no tiles; what a kernel may
-leave in padding rows is NaN here."""
+"""The launches of deep_gemm/gemm_launch.py by torch, for the rehearsal of their tests without a GPU. FP64 sums, so that bits do
+not depend on how many rows are multiplied at once; what a kernel may leave in padding rows is NaN here."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def parts(ends: torch.Tensor, window: tuple[int, int]) -> Iterator[Part]:
 
 def operand(source: torch.Tensor, rows: torch.Tensor | None, part: slice) -> torch.Tensor:
     if rows is None:
-        return source[part].float()
+        return source[part].double()
     listed = rows[part].long()
-    return torch.where(listed[:, None] < 0, 0.0, source[listed.clamp(min=0)].float())
+    return torch.where(listed[:, None] < 0, 0.0, source[listed.clamp(min=0)].double())
 
 
 def launch_m_grouped(a, b, d, group_ends, *, b_major, rows=None, window=NO_WINDOW, accumulate=False, num_sms=None, stream=None) -> None:
     weight = b if b_major == "k" else b.transpose(1, 2)
     for part in parts(group_ends, window):
-        result = operand(a, rows, part.rows) @ weight[part.group].float().t()
-        d[part.rows] = (result + d[part.rows].float() if accumulate else result).to(d.dtype)
+        result = operand(a, rows, part.rows) @ weight[part.group].double().t()
+        d[part.rows] = (result + d[part.rows] if accumulate else result).to(d.dtype)
 
 
 def launch_k_grouped(
@@ -73,7 +73,7 @@ def launch_k_grouped(
         if part.earlier:
             result = result + (d[part.group] if whole else carry[1 - parity])
         if accumulate and not (part.earlier if whole else part.later):
-            result = result + d[part.group].float()
+            result = result + d[part.group]
         if part.later and not whole:
             carry[parity] = result
         else:
@@ -95,11 +95,11 @@ class Gated:
         self.activation = SwiGLU(gate.alpha, gate.up_offset, gate.clamp)
 
     def biased(self, z: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        halves = z.float().chunk(2, 1)
+        halves = z.double().chunk(2, 1)
         if not self.gate.gate_bias:
             return halves
         begins = (address + 2 * group * self.gate.bias_stride for address in (self.gate.gate_bias, self.gate.up_bias))
-        return tuple(half + at(begin, (self.width,), (2,), BF16).float() for half, begin in zip(halves, begins, strict=True))
+        return tuple(half + at(begin, (self.width,), (2,), BF16) for half, begin in zip(halves, begins, strict=True))
 
     def weight(self, rows: slice) -> torch.Tensor:
         if not self.gate.row_weight:
@@ -112,7 +112,7 @@ def launch_swiglu(x, w_gate, w_up, a, group_ends, gate: Gate, *, z=None, rows=No
     for part in parts(group_ends, window):
         if part.empty:
             continue
-        weight = torch.cat((w_gate[part.group], w_up[part.group])).float()
+        weight = torch.cat((w_gate[part.group], w_up[part.group])).double()
         made = (operand(x, rows, part.rows) @ weight.t()).to(BF16)
         a[part.rows] = (inputs.weight(part.rows) * reference.swiglu(*inputs.biased(made, part.group), inputs.activation)).to(BF16)
         a[part.padding] = float("nan")
@@ -126,7 +126,7 @@ def launch_dswiglu(dy, w2, z, dz, act, row_dp, group_ends, gate: Gate, *, rows=N
     for part in parts(group_ends, window):
         if part.empty:
             continue
-        da = operand(dy, rows, part.rows) @ w2[part.group].float()
+        da = operand(dy, rows, part.rows) @ w2[part.group].double()
         biased, p = inputs.biased(z[part.rows], part.group), inputs.weight(part.rows)
         a = reference.swiglu(*biased, inputs.activation)
         dz[part.rows] = torch.cat(reference.dswiglu(*biased, p * da, inputs.activation), 1).to(BF16)
@@ -140,4 +140,4 @@ def launch(kind, a, b, d, *, m, layout=None, num_groups=1, window=NO_WINDOW, num
     """kind: m_index."""
     for group in range(num_groups):
         rows = layout == group
-        d[rows] = (a[rows].float() @ b[group].float().t()).to(d.dtype)
+        d[rows] = (a[rows].double() @ b[group].double().t()).to(d.dtype)
