@@ -93,6 +93,7 @@ def stages(out: Path) -> list[Stage]:
         Stage("warmup", 240, (python, "-c", WARMUP)),
         Stage("launch", 90, tests=("tests/gpu/test_launch.py",)),
         Stage("gemm", 180, tests=("tests/gpu/test_gemm.py",)),
+        Stage("gemm-variants", 150, tests=tuple(f"tests/gpu/test_gemm_{part}.py" for part in ("tiles", "gated", "gathered"))),
         Stage("staged-kernels", 120, tests=("tests/gpu/test_staged_kernels.py",)),
         Stage("mega-moe", 240, tests=("tests/gpu/test_mega_moe.py",)),
         Stage("mega-moe-exact", 180, tests=("tests/gpu/test_mega_moe_exact.py",)),

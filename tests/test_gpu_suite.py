@@ -20,17 +20,31 @@ ROOT = Path(__file__).resolve().parents[1]
 # A part of each file: all of them, at some length, is `pytest -m gpu --on-cpu tests/gpu`.
 @pytest.mark.parametrize(
     "file,part",
-    [("test_mega_moe.py", "(routings or options) and EP1"), ("test_mega_moe_exact.py", "same_bits"), ("test_mega_moe_ep.py", "R2")],
+    [
+        ("test_mega_moe.py", "(routings or options) and EP1"),
+        ("test_mega_moe_exact.py", "same_bits"),
+        ("test_mega_moe_ep.py", "R2"),
+        ("test_gemm_tiles.py", "pp128 and (grouped-64 or no or True)"),
+        ("test_gemm_gated.py", "(128 or 200) and (all or clamp) or windows"),
+        ("test_gemm_gathered.py", "128 and random or 72 or gated"),
+    ],
 )
 def test_rehearsal_passes(tmp_path, file, part):
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--on-cpu", f"--accuracy-dir={tmp_path}"]
     done = subprocess.run([*command, f"tests/gpu/{file}", "-k", part], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
-    if "exact" in file:
+    if "exact" in file or "gemm" in file:
         return
     rows = json.loads((tmp_path / "mega-moe-accuracy-cpu.json").read_text())["rows"]
     assert {row["tensor"].split("[")[0] for row in rows} >= {"y", "dx", "dp", "dw13", "dw2"}
     assert any(row["torch_rel_frobenius"] for row in rows)
+
+
+def test_stages_have_every_file_of_the_gemm_and_only_files_that_there_are(make_suite):
+    module, suite = make_suite(30)
+    named = {file for stage in module.stages(suite.out) for file in stage.tests}
+    assert all((ROOT / file).is_file() for file in named)
+    assert {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/gpu/test_gemm*.py")} <= named
 
 
 TESTS = """

@@ -20,7 +20,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 import pytest
 import torch
 
-from deep_gemm.testing import results
+from deep_gemm.testing import numeric, results
 
 
 def pytest_addoption(parser):
@@ -122,6 +122,55 @@ def accuracy(request):
     yield collector
     if collector.folder is not None:
         results.collect_rows(collector.folder)
+
+
+@pytest.fixture
+def check(accuracy, request):
+    """check(actual, truth): a GEMM's result is within the bounds of its dtype; the error goes to the results."""
+    import gemm_support
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    count = 0
+
+    def compare(actual: torch.Tensor, truth: torch.Tensor) -> None:
+        nonlocal count
+        name = f"{request.node.name}" + (f"#{count}" if count else "")
+        count += 1
+        errors = numeric.measure_errors(actual, truth)
+        accuracy.add("gemm", [results.accuracy_row(name, "d", errors, None)])
+        numeric.check_errors(errors, name=name, **gemm_support.BOUNDS[actual.dtype])
+
+    return compare
+
+
+@pytest.fixture
+def launches(rehearsal):
+    """The module with launch_m_grouped and the others: the kernels, or torch in a rehearsal."""
+    if rehearsal:
+        import torch_gemm
+
+        return torch_gemm
+    from deep_gemm import gemm_launch
+
+    return gemm_launch
+
+
+@pytest.fixture
+def force_tile(monkeypatch, rehearsal):
+    """force_tile(name): every launch of the test takes that tile."""
+    import gemm_support
+
+    from deep_gemm import gemm_launch
+
+    forced = []
+
+    def force(name: str):
+        forced.append(gemm_support.ForcedTile(name))
+        monkeypatch.setattr(gemm_launch, "choose_config", forced[-1])
+        return forced[-1].tile
+
+    yield force
+    assert rehearsal or all(choice.chosen for choice in forced), "no launch asked for the tile"
 
 
 @pytest.fixture

@@ -1,45 +1,21 @@
 """BF16 GEMMs on the GPU against FP32: every name, operand order and output, tiles cut by every edge, groups of every size, rows that must not
 be touched, more than 2^31 elements, equal bits on every run.
 
-Bounds: relative Frobenius error 5e-3, diff 1e-5 (a BF16 result is off by 1.7e-3 from its own rounding); FP32 results 1e-4 and 1e-8.
+Bounds: gemm_support.py.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+from gemm_support import NAN, aligned, contiguous_layout, normal
 
 import deep_gemm
-from deep_gemm.testing import assert_bitwise_equal, numeric, results
+from deep_gemm.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.gpu
 
-ALIGNMENT = 128
-BOUNDS = {torch.bfloat16: {"rel_frobenius": 5e-3, "diff": 1e-5, "max_row_rel": 1e-2}, torch.float32: {"rel_frobenius": 1e-4, "diff": 1e-8}}
 DTYPES = [torch.bfloat16, torch.float32]
-NAN = float("nan")
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.float32).to(torch.bfloat16)
-
-
-@pytest.fixture
-def check(accuracy, request):
-    """check(actual, truth): within the bounds of its dtype; the error goes to the results."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    count = 0
-
-    def compare(actual: torch.Tensor, truth: torch.Tensor) -> None:
-        nonlocal count
-        name = f"{request.node.name}" + (f"#{count}" if count else "")
-        count += 1
-        errors = numeric.measure_errors(actual, truth)
-        accuracy.add("gemm", [results.accuracy_row(name, "d", errors, None)])
-        numeric.check_errors(errors, name=name, **BOUNDS[actual.dtype])
-
-    return compare
 
 
 def in_order(a: torch.Tensor, b: torch.Tensor, order: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,20 +118,6 @@ GROUPS = {
     "last-only": [0, 0, 0, 700],
     "none": [0, 0, 0, 0],
 }
-
-
-def aligned(rows: int) -> int:
-    return -(-rows // ALIGNMENT) * ALIGNMENT
-
-
-def contiguous_layout(sizes: list[int], spare: int = 256) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(index form [M], psum form [G], bool [M] of rows that have a group); `spare` rows follow the last group."""
-    index, ends = [], []
-    for group, size in enumerate(sizes):
-        ends.append(len(index) + size)
-        index += [group] * size + [-1] * (aligned(size) - size)
-    index = torch.tensor(index + [-1] * spare, dtype=torch.int32, device="cuda")
-    return index, torch.tensor(ends, dtype=torch.int32, device="cuda"), index >= 0
 
 
 def grouped_truth(a: torch.Tensor, b: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -137,7 +137,7 @@ DG_SHARED int dg_gemm_next_tile(dg_gemm_cursor* cursor, const dg_gemm_problem* p
     tile->k_begin = rows_in_window > 0 ? low - p->window_begin : 0;
     tile->k_end = tile->k_begin + dg_max(rows_in_window, 0);
     tile->carry_in = cursor->begin < p->window_begin;
-    tile->carry_out = end > p->window_end;
+    tile->carry_out = rows_in_window > 0 && end > p->window_end;  // a group without rows is stored at once, wherever it lies
   } else {
     tile->m_begin += low - p->window_begin;
   }
