@@ -1,6 +1,7 @@
 // Host views of include/deep_gemm/schedule/ and of the GEMM's shared-memory size.
 #include <deep_gemm/layout/gemm_params.h>
 #include <deep_gemm/schedule/gemm_tiles.h>
+#include <deep_gemm/schedule/mega_moe_tiles.h>
 #include <stdlib.h>
 
 #include "extension.h"
@@ -76,6 +77,47 @@ static PyObject* gemm_tiles(PyObject* module, PyObject* const* args, Py_ssize_t 
   return list ? list : PyErr_Occurred() ? NULL : PyErr_NoMemory();
 }
 
+// Appends the steps of one CTA of the one-launch forward: dg_mega_moe_tile's own fields, then what a tile is.
+static int append_mega_moe_tiles(PyObject* list, const dg_mega_moe_schedule* s, const int* ends, int cta, int num_ctas) {
+  dg_mega_moe_cursor cursor = dg_mega_moe_cursor_begin(s, ends, cta, num_ctas);
+  dg_mega_moe_tile t = {0};
+  while (dg_mega_moe_next_tile(s, ends, &cursor, &t)) {
+    const int past = t.step == DG_MEGA_MOE_ROUND_END;
+    PyObject* tuple = Py_BuildValue("(iiiiiiiii)", t.step, t.round, past ? 0 : t.block, t.gemm.group, past ? 0 : t.gemm.m_begin, t.gemm.num_rows,
+                                    past ? 0 : t.gemm.n_begin, past ? 0 : t.gemm.k_end, past ? 0 : t.gemm.share);
+    const int failed = !tuple || PyList_Append(list, tuple) < 0;
+    Py_XDECREF(tuple);
+    if (failed) return -1;
+  }
+  return 0;
+}
+
+static PyObject* mega_moe_tiles(PyObject* module, PyObject* const* args, Py_ssize_t nargs) {
+  (void)module;
+  static const dg_int_arg expected[] = {
+      {"block_n1", 1, 1024}, {"block_n2", 1, 1024},         {"cluster", 1, 2},           {"band", 1, 1024},    {"intermediate_hidden", 1, 1 << 20},
+      {"hidden", 1, 1 << 20}, {"capacity_rows", 1, INT32_MAX}, {"unit_rows", 1, INT32_MAX}, {"lag_tiles", 0, INT32_MAX},
+      {"cta", 0, 1 << 20},   {"num_ctas", 1, 1 << 20}};
+  enum { kInts = sizeof(expected) / sizeof(expected[0]) };
+  int64_t v[kInts], wide[DG_MEGA_MOE_MAX_EXPERTS];
+  int ends[DG_MEGA_MOE_MAX_EXPERTS];
+  if (nargs != kInts + 1) return PyErr_Format(PyExc_TypeError, "mega_moe_tiles takes %d arguments, got %zd", kInts + 1, nargs);
+  if (dg_read_ints("mega_moe_tiles", expected, kInts, args, kInts, v) < 0) return NULL;
+  const dg_int_arg entry = {"group_ends", 0, INT32_MAX};
+  const Py_ssize_t groups = dg_read_int_sequence("mega_moe_tiles", entry, args[kInts], DG_MEGA_MOE_MAX_EXPERTS, wide);
+  if (groups < 0) return NULL;
+  for (Py_ssize_t i = 0; i < groups; i++) ends[i] = (int)wide[i];
+  dg_mega_moe_schedule s = {.num_groups = (int)groups, .capacity_rows = (int)v[6], .unit_rows = (int)v[7], .lag_tiles = (int)v[8]};
+  for (int step = 0; step < 2; step++) {
+    const dg_gemm_problem problem = {.kind = DG_GEMM_M_ENDS, .block_m = DG_MEGA_MOE_ROW_ALIGN, .block_n = (int)v[step], .cluster = (int)v[2],
+                                     .band = (int)v[3], .n = (int)v[4 + step], .k = (int)v[5 - step], .alignment = DG_MEGA_MOE_ROW_ALIGN};
+    s.gemm[step] = problem;
+  }
+  PyObject* list = PyList_New(0);
+  if (list && append_mega_moe_tiles(list, &s, ends, (int)v[9], (int)v[10]) < 0) Py_CLEAR(list);
+  return list;
+}
+
 PyMethodDef dg_views_schedule_methods[] = {
     DG_METHOD("gemm_kinds", gemm_kinds, METH_NOARGS, "gemm_kinds() -> {name: value of DG_GEMM_*}"),
     DG_METHOD("gemm_epilogues", gemm_epilogues, METH_NOARGS, "gemm_epilogues() -> {name: value of DG_EPILOGUE_*}"),
@@ -85,4 +127,7 @@ PyMethodDef dg_views_schedule_methods[] = {
     DG_METHOD("gemm_tiles", gemm_tiles, METH_FASTCALL,
               "gemm_tiles(kind, block_m, block_n, cluster, band, m, n, k, num_groups, window_begin, window_end, alignment, store_empty, cta, num_ctas, layout)\n"
               "-> the tiles of one CTA in order: (group, m_begin, num_rows, n_begin, k_begin, k_end, carry_in, carry_out, share)"),
+    DG_METHOD("mega_moe_tiles", mega_moe_tiles, METH_FASTCALL,
+              "mega_moe_tiles(block_n1, block_n2, cluster, band, intermediate_hidden, hidden, capacity_rows, unit_rows, lag_tiles, cta, num_ctas, group_ends)\n"
+              "-> the steps of one CTA in order: (step, round, block, group, m_begin, num_rows, n_begin, k, share); step: 0 GEMM 1, 1 GEMM 2, 2 round end"),
     {0}};

@@ -108,7 +108,8 @@ def m_grouped_bf16_gemm_nt_contiguous(
     grouped_layout  int32, contiguous. Default: [m], the group of each row, -1 = padding; a group starts at a multiple of
                     get_mk_alignment_for_contiguous_layout() rows. use_psum_layout: [G], the exclusive end row of each group; group g
                     starts at the end of g - 1 rounded up to that alignment.
-    a_rows          int32 [m], contiguous: row i of A is a[a_rows[i]], or zeros for -1; a is then [any, k] with unit stride in k.
+    a_rows          int32 [m], contiguous: row i of A is a[a_rows[i]], or zeros for -1; a is then [any, k] with unit stride in k. Padding rows
+                    too name a row of a, or -1.
     Rows without a group are not read into a result and their rows of d are not written.
     """
     _operand("a", a, 2)

@@ -148,7 +148,6 @@ def only_launches(what: str) -> None:
 
 
 _REMEMBERED_LAUNCHES = 4096
-_KEYWORDS = object()  # between positional and keyword arguments of a remembered call
 
 
 def remembered(call: Callable[..., None]) -> Callable[..., None]:
@@ -160,7 +159,7 @@ def remembered(call: Callable[..., None]) -> Callable[..., None]:
         if _recorded() is not None:
             return call(*args, **kwargs)
         try:
-            key = (_num_sms, *map(_memory_of, args), _KEYWORDS, *kwargs, *map(_memory_of, kwargs.values()))
+            key = (_num_sms, *map(_memory_of, args), *kwargs, *map(_memory_of, kwargs.values()))
             plan = launches.get(key)
         except (TypeError, RuntimeError):  # not hashable, or a tensor without memory: the call says what it expects
             return call(*args, **kwargs)
