@@ -1,5 +1,5 @@
 // Host views of include/deep_gemm/layout/mega_moe_*.h: regions, offsets, sizes and enumerators, for Python (pattern: views_schedule.c).
-#include <deep_gemm/layout/mega_moe_layout.h>
+#include <deep_gemm/layout/mega_moe_params.h>
 
 #include "extension.h"
 
@@ -61,10 +61,18 @@ static PyObject* mega_moe_constants(PyObject* module, PyObject* unused) {
     Py_XDECREF(phases);
     return NULL;
   }
-  return Py_BuildValue("{sN sN si si si si si si si si}", "phases", phases, "faults", faults, "fault_records", DG_NUM_FAULT_RECORDS, "row_align",
+  return Py_BuildValue("{sN sN si si si si si si si si si}", "phases", phases, "faults", faults, "fault_records", DG_NUM_FAULT_RECORDS, "row_align",
                        DG_MEGA_MOE_ROW_ALIGN, "route_block", DG_MEGA_MOE_ROUTE_BLOCK, "route_warps", DG_MEGA_MOE_ROUTE_WARPS, "max_experts",
                        DG_MEGA_MOE_MAX_EXPERTS, "max_topk", DG_MEGA_MOE_MAX_TOPK, "max_ranks", DG_MAX_RANKS, "tag_detail_shift",
-                       DG_TAG_DETAIL_SHIFT);
+                       DG_TAG_DETAIL_SHIFT, "max_ctas", DG_MEGA_MOE_MAX_CTAS);
+}
+
+static PyObject* mega_moe_forward_smem_bytes(PyObject* module, PyObject* const* args, Py_ssize_t nargs) {
+  (void)module;
+  static const dg_int_arg expected[] = {{"block_n", 64, 256}, {"num_stages", 1, 64}};
+  int64_t v[2];
+  if (dg_read_ints("mega_moe_forward_smem_bytes", expected, 2, args, nargs, v) < 0) return NULL;
+  return PyLong_FromLongLong(dg_mega_moe_forward_smem_bytes((int)v[0], (int)v[1]));
 }
 
 PyMethodDef dg_views_mega_moe_methods[] = {
@@ -73,4 +81,6 @@ PyMethodDef dg_views_mega_moe_methods[] = {
               "symm, scratch: ((region, offset, bytes), ...); symm_bytes, scratch_bytes; capacity_rows: pool rows of a round; worst_rows: virtual\n"
               "rows if every entry came here; rounds; route_smem_bytes."),
     DG_METHOD("mega_moe_constants", mega_moe_constants, METH_NOARGS, "mega_moe_constants() -> dict of the enumerators and limits of the layout"),
+    DG_METHOD("mega_moe_forward_smem_bytes", mega_moe_forward_smem_bytes, METH_FASTCALL,
+              "mega_moe_forward_smem_bytes(block_n, num_stages) -> dynamic shared memory of the fused forward in bytes"),
     {0}};

@@ -79,7 +79,8 @@ static PyObject* gemm_tiles(PyObject* module, PyObject* const* args, Py_ssize_t 
 
 // Appends the steps of one CTA of the one-launch forward: dg_mega_moe_tile's own fields, then what a tile is.
 static int append_mega_moe_tiles(PyObject* list, const dg_mega_moe_schedule* s, const int* ends, int cta, int num_ctas) {
-  dg_mega_moe_cursor cursor = dg_mega_moe_cursor_begin(s, ends, cta, num_ctas);
+  dg_mega_moe_cursor cursor;
+  dg_mega_moe_begin(s, ends, cta, num_ctas, &cursor);
   dg_mega_moe_tile t = {0};
   while (dg_mega_moe_next_tile(s, ends, &cursor, &t)) {
     const int past = t.step == DG_MEGA_MOE_ROUND_END;

@@ -42,7 +42,7 @@ def major_of(t: torch.Tensor) -> str | None:
     return None
 
 
-def _operand_map(t: torch.Tensor, major: str, box_mn: int) -> bytes:
+def operand_map(t: torch.Tensor, major: str, box_mn: int) -> bytes:
     """Rank-3 map (inner, rows, groups) of a logical [.., mn, k] view, boxes as mma/sm90.cuh lays tiles out. box_mn: rows of a K-major box."""
     inner, rows = (t.shape[-1], t.shape[-2]) if major == "k" else (t.shape[-2], t.shape[-1])
     row_stride = t.stride(-2) if major == "k" else t.stride(-1)
@@ -253,8 +253,8 @@ def launch(
 def _common_fields(config: GemmConfig, a, b, gather: Gather | None, *, m, n, k, layout, num_groups, window, alignment) -> dict[str, object]:
     parts = 2 if config.epilogue == "swiglu" else config.tile.cluster  # boxes that make up a K-major tile of b
     return {
-        "a": bytes(128) if a is None else _operand_map(a, config.a_major, BLOCK_M // config.tile.cluster),
-        "b": bytes(128) if b is None else _operand_map(b, config.b_major, config.tile.block_n // parts),
+        "a": bytes(128) if a is None else operand_map(a, config.a_major, BLOCK_M // config.tile.cluster),
+        "b": bytes(128) if b is None else operand_map(b, config.b_major, config.tile.block_n // parts),
         **(_NO_GATHER if gather is None else gather.fields()),
         "group_layout": 0 if layout is None else layout.data_ptr(),
         "m": m,
@@ -325,12 +325,12 @@ def launch_swiglu(x, w_gate, w_up, a, group_ends, gate: Gate, *, z=None, rows=No
     gather = None if rows is None else Gather("a", x, rows)
     device, num_sms = x.device.index, num_sms or get_num_sms(x.device.index)
     config = choose_config("m_ends", "k", "k", a.dtype, *a.shape, x.shape[1], num_sms, "swiglu", "a" if gather else "none")
-    maps = {"z_gate_map": bytes(128), "z_up_map": bytes(128)} if z is None else _halves("z", z)
+    maps = {"z_gate_map": bytes(128), "z_up_map": bytes(128)} if z is None else gated_halves("z", z)
     params = _C.pack(
         "GemmGatedParams",
         **_gated_fields(config, x, w_gate, a, group_ends, gate, gather, window),
         **maps,
-        b_up=_operand_map(w_up, "k", config.tile.block_n // 2),
+        b_up=operand_map(w_up, "k", config.tile.block_n // 2),
         dz_gate_map=bytes(128),
         dz_up_map=bytes(128),
         row_dp=0,
@@ -352,8 +352,8 @@ def launch_dswiglu(dy, w2, z, dz, act, row_dp, group_ends, gate: Gate, *, rows=N
     params = _C.pack(
         "GemmGatedParams",
         **_gated_fields(config, dy, w2.transpose(1, 2), act, group_ends, gate, gather, window),
-        **_halves("z", z),
-        **_halves("dz", dz),
+        **gated_halves("z", z),
+        **gated_halves("dz", dz),
         b_up=bytes(128),
         row_dp=row_dp.data_ptr(),
         row_dp_stride=row_dp.stride(0),
@@ -372,15 +372,15 @@ def _gated_fields(config: GemmConfig, source, weight, d, group_ends, gate: Gate,
     common = _common_fields(config, a, weight, gather, m=d.shape[0], n=d.shape[1], k=source.shape[1], layout=group_ends,
                             num_groups=weight.shape[0], window=window, alignment=GROUP_ALIGNMENT)  # fmt: skip
     unused = {"d": 0, "carry_in": 0, "carry_out": 0, "ldd": 0, "d_group_stride": 0, "accumulate": False, "d_has_map": True}
-    return common | unused | vars(gate) | {"d_map": _gated_map(d)}
+    return common | unused | vars(gate) | {"d_map": gated_map(d)}
 
 
-def _halves(name: str, z: torch.Tensor) -> dict[str, bytes]:
+def gated_halves(name: str, z: torch.Tensor) -> dict[str, bytes]:
     width = z.shape[1] // 2
-    return {f"{name}_gate_map": _gated_map(z[:, :width]), f"{name}_up_map": _gated_map(z[:, width:])}
+    return {f"{name}_gate_map": gated_map(z[:, :width]), f"{name}_up_map": gated_map(z[:, width:])}
 
 
-def _gated_map(t: torch.Tensor) -> bytes:
+def gated_map(t: torch.Tensor) -> bytes:
     """Rank-2 map (columns, rows) of t in boxes of 64 rows x 32 columns."""
     rows, columns = t.shape
     return _C.tensor_map(t.data_ptr(), "bf16", (columns, rows), (2 * t.stride(0),), (GATED_COLUMNS, 64), 64)

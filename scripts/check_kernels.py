@@ -57,7 +57,7 @@ class Inspection:
             found.append(f"{self.stack} bytes of stack and {self.local} bytes of local memory per thread, expected 0")
         if self.num_local_accesses:
             found.append(f"{self.num_local_accesses} LDL/STL instructions (register spills or indexed locals), expected 0")
-        if "gemm" in self.name and self.num_hgmma == 0:
+        if ("gemm" in self.name or "mega_moe_forward" in self.name) and self.num_hgmma == 0:
             found.append("no HGMMA instruction, expected WGMMA in a GEMM")
         return found + list(self.losses)
 

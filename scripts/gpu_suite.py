@@ -96,6 +96,7 @@ def stages(out: Path) -> list[Stage]:
         Stage("gemm-variants", 150, tests=tuple(f"tests/gpu/test_gemm_{part}.py" for part in ("tiles", "gated", "gathered"))),
         Stage("staged-kernels", 120, tests=("tests/gpu/test_staged_kernels.py",)),
         Stage("mega-moe", 240, tests=("tests/gpu/test_mega_moe.py",)),
+        Stage("fused", 150, tests=("tests/gpu/test_fused.py",)),
         Stage("mega-moe-exact", 180, tests=("tests/gpu/test_mega_moe_exact.py",)),
         Stage("bad-input", 120, tests=("tests/gpu/test_bad_input.py",)),
         Stage("processes", 280, tests=("tests/gpu/test_mega_moe_ep.py",)),

@@ -77,7 +77,7 @@ BAD_OPTIONS = [
     ({"save": "all"}, ValueError, ["save = 'all'", "expected one of ['recompute', 'preact']"]),
     ({"precision": "int8"}, ValueError, ["precision = 'int8'", "expected one of ['bf16', 'fp8', 'mxfp8', 'fp8_bwd']"]),
     ({"precision": "fp8", "backend": "cuda"}, NotImplementedError, ["precision = 'fp8'", "backend 'cuda' has no kernels for it"]),
-    ({"backend": "triton"}, ValueError, ["backend = 'triton'", "expected None or one of ['reference', 'cuda']"]),
+    ({"backend": "triton"}, ValueError, ["backend = 'triton'", "expected None or one of ['reference', 'cuda', 'fused']"]),
     ({"buffer": None}, TypeError, ["buffer = NoneType", "expected a MegaMoeBuffer"]),
 ]
 

@@ -7,7 +7,7 @@ import importlib
 from .spec import KernelSpec
 
 # "module:function"; the function takes nothing and returns every KernelSpec that its module can ask for.
-PROVIDERS: list[str] = ["deep_gemm.gemm:shipped_specs", "deep_gemm.mega.staged.kernels:shipped_specs"]
+PROVIDERS: list[str] = ["deep_gemm.gemm:shipped_specs", "deep_gemm.mega.staged.kernels:shipped_specs", "deep_gemm.mega.fused.config:shipped_specs"]
 
 
 def register_shipped(provider: str) -> None:

@@ -41,7 +41,8 @@ def get_symm_buffer_for_mega_moe(
     device                   default: the current CUDA device, or the CPU where there is none
     capacity_factor          rows that are held at once, in units of T*K; decides speed and memory, never the bits of y, dx, dp;
                              the weight gradient of an expert that a round cuts is summed in another order
-    backend                  "cuda" | "reference"; default by device
+    backend                  "cuda" | "fused" | "reference"; default by device. "fused": as "cuda", with the forward in one launch per rank;
+                             checked on a CPU model of the GPU only, so it is not the default yet
     mma_type                 DeepGEMM's word for the precision, as its callers pass it: "bf16xbf16"; None = `precision` decides
     Raises    ValueError / TypeError on every rank for a bad setting or one that differs between ranks (names it and both values);
               BackendUnavailable where the backend cannot run (no GPU, driver too old, no symmetric memory); NotImplementedError (precision)

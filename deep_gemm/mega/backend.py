@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 GRADIENTS = ("x", "topk_weights", "w13", "w2", "b13", "b2")
 """Names of the inputs that have a gradient, in the order in which gradients are always listed."""
 
-PRECISIONS = {"reference": ("bf16", "fp8", "mxfp8", "fp8_bwd"), "cuda": ("bf16",)}
+PRECISIONS = {"reference": ("bf16", "fp8", "mxfp8", "fp8_bwd"), "cuda": ("bf16",), "fused": ("bf16",)}
 """Precisions each backend computes; another one is refused before any work."""
+
+CUDA_BACKENDS = ("cuda", "fused")
+"""Backends of CUDA kernels: they share a buffer's symmetric memory and scratch."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class Gradients:
 class Backend(Protocol):
     """Constructed as `Backend(buffer)`, once per buffer. No method synchronises with the device. Called with the buffer's device current."""
 
-    name: str  # "reference" | "cuda"
+    name: str  # a key of PRECISIONS
     nbytes: int  # scratch that it holds now, without the buffer's symmetric memory
 
     def gemm1(self, problem: Problem) -> tuple[Tensor, Tensor]:
@@ -131,13 +134,14 @@ def cuda_missing(device: torch.device) -> str | None:
 
 def backend_class(name: str, device: torch.device) -> type:
     """The class of backend `name` for tensors on `device`; raises BackendUnavailable (one sentence) if it cannot run here."""
-    if name == "cuda":
+    if name in CUDA_BACKENDS:
         reason = cuda_missing(device)
         if reason is not None:
-            raise BackendUnavailable(f"backend 'cuda' is unavailable: {reason}")
+            raise BackendUnavailable(f"backend {name!r} is unavailable: {reason}")
+        from deep_gemm.mega.fused.backend import FusedBackend
         from deep_gemm.mega.staged.backend import StagedBackend
 
-        return StagedBackend
+        return StagedBackend if name == "cuda" else FusedBackend
     from deep_gemm.reference.backend import ReferenceBackend
 
     return ReferenceBackend

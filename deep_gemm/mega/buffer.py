@@ -16,7 +16,7 @@ import torch
 
 from deep_gemm._version import __version__
 from deep_gemm.errors import BackendUnavailable
-from deep_gemm.mega.backend import PRECISIONS, Backend, backend_class, on_device
+from deep_gemm.mega.backend import CUDA_BACKENDS, PRECISIONS, Backend, backend_class, on_device
 from deep_gemm.mega.groups import Group, resolve_group
 
 MAX_TOPK = 16
@@ -59,7 +59,7 @@ class MegaMoeSettings:
             raise TypeError(f"capacity_factor = {self.capacity_factor!r} ({type(self.capacity_factor).__name__}): expected a number")
         if not 0 < self.capacity_factor < float("inf"):
             raise ValueError(f"capacity_factor = {self.capacity_factor}: expected a positive number (rows held at once, in units of T*K)")
-        if self.backend == "cuda":
+        if self.backend in CUDA_BACKENDS:
             for name in ("hidden", "intermediate_hidden"):
                 value = getattr(self, name)
                 if value % CUDA_ALIGNMENT:
@@ -144,9 +144,10 @@ class MegaMoeBuffer:
         self.symm: SymmetricMemory | None = None
         self._published: int | None = None
         self._backends: dict[str, Backend] = {}
+        self.cuda_resources: Any = None  # of its CUDA backends: ranks count barriers together, whichever backend makes the call
         self._destroyed = False
-        if self.backend_name == "cuda":
-            nbytes = backend_class("cuda", self.device).symmetric_bytes(self.settings)
+        if self.backend_name in CUDA_BACKENDS:
+            nbytes = backend_class(self.backend_name, self.device).symmetric_bytes(self.settings)
             with on_device(self.device):  # torch's pool of symmetric memory is that of the current device
                 self.symm = SymmetricMemory(*self.group.symmetric_empty(nbytes, self.device))
         self._make_first_backend()
@@ -168,8 +169,8 @@ class MegaMoeBuffer:
         if backend is None:
             self._require_alive()
             made = backend_class(name, self.device)
-            if name == "cuda" and self.symm is None:
-                raise BackendUnavailable(f"backend 'cuda' needs symmetric memory, but this buffer was made for backend {self.backend_name!r}")
+            if name in CUDA_BACKENDS and self.symm is None:
+                raise BackendUnavailable(f"backend {name!r} needs symmetric memory, but this buffer was made for backend {self.backend_name!r}")
             backend = self._backends[name] = made(self)
         return backend
 
@@ -230,7 +231,7 @@ class MegaMoeBuffer:
         self._destroyed = True
         _buffers.pop(self.handle, None)
         self._backends.clear()
-        self.symm = None
+        self.symm = self.cuda_resources = None
         for name in ("x", "topk_idx", "topk_weights"):
             self.__dict__.pop(name, None)
 

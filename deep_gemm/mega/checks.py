@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from deep_gemm.mega.buffer import MegaMoeBuffer
 
 SAVE_POLICIES = ("recompute", "preact")
-X_DTYPES = {"reference": (torch.bfloat16, torch.float32, torch.float64), "cuda": (torch.bfloat16,)}
+X_DTYPES = {"reference": (torch.bfloat16, torch.float32, torch.float64), "cuda": (torch.bfloat16,), "fused": (torch.bfloat16,)}
 CUDA_POINTER_ALIGNMENT = 16  # bytes: what TMA and 128-bit loads need
 
 

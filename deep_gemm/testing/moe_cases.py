@@ -14,6 +14,7 @@ import torch
 import deep_gemm
 from deep_gemm import reference
 from deep_gemm.activation import resolve_activation
+from deep_gemm.mega.backend import CUDA_BACKENDS
 from deep_gemm.testing import generators, numeric, results
 from deep_gemm.testing.torch_path import torch_moe
 
@@ -147,10 +148,11 @@ class Ranks:
     """The R ranks of a case: their buffers, and calls on all of them.
 
     group: a VirtualGroup of case.num_ranks, or None: one rank, which has the tokens and experts of all (how the tests run without a GPU).
+    backend: of the buffers; None = the device's.
     """
 
-    def __init__(self, case: MoeCase, inputs: MoeInputs, device: torch.device | str, group=None):
-        self.group = group
+    def __init__(self, case: MoeCase, inputs: MoeInputs, device: torch.device | str, group=None, backend: str | None = None):
+        self.group, self.backend = group, backend
         self.case, self.inputs = (case, inputs) if group is not None else (case.as_one_rank(), inputs.as_one_rank())
         self.device = torch.device(device)
         self.buffers = [self._make_buffer(rank) for rank in range(self.case.num_ranks)]
@@ -166,6 +168,7 @@ class Ranks:
             case.intermediate_hidden,
             device=self.device,
             capacity_factor=case.capacity_factor,
+            backend=self.backend,
         )
 
     def run(self, fn: Callable[[int], object]) -> list:
@@ -174,9 +177,8 @@ class Ranks:
     def poison(self) -> None:
         """NaN into everything that must hold nothing between calls. The reference backend holds nothing at all."""
         for buffer in self.buffers:
-            backend = buffer.backend(buffer.backend_name)
-            if buffer.backend_name == "cuda":
-                backend.poison()
+            if buffer.backend_name in CUDA_BACKENDS:
+                buffer.backend(buffer.backend_name).poison()
 
     def experts_of(self, rank: int, tensor: torch.Tensor | None):
         """This rank's part of a tensor over all experts; a (gate, up) pair of its second dimension if the case wants pairs."""

@@ -44,8 +44,8 @@ class Layer:
         self.dw = {"dw13": torch.empty_like(self.w13), "dw2": torch.empty_like(self.w2)}
         self.flops = 6.0 * options.tokens * shape.num_topk * shape.hidden * shape.intermediate_hidden
 
-    def ours(self, save: str):
-        return deep_gemm.mega_moe_fwd(self.x, self.idx, self.p, self.w13, self.w2, self.buffer, save=save)
+    def ours(self, save: str, backend: str | None = None):
+        return deep_gemm.mega_moe_fwd(self.x, self.idx, self.p, self.w13, self.w2, self.buffer, save=save, backend=backend)
 
     def ours_backward(self, state):
         return deep_gemm.mega_moe_bwd(self.dy, state, **self.dw)
@@ -71,6 +71,7 @@ class Layer:
         leaves = self.leaves()
         y_torch = self.torch_path(leaves)
         grads = torch.autograd.grad(y_torch, leaves, self.dy)
+        assert_close(self.ours("recompute", "fused")[0], y_torch.detach(), rel_frobenius=AGREEMENT, name="y, fused")
         y, state = self.ours("recompute")
         made = self.ours_backward(state)
         for name, actual, expected in zip(("y", "dx", "dp", "dw13", "dw2"), (y, *made), (y_torch, *grads), strict=True):
@@ -80,7 +81,8 @@ class Layer:
 
 def contests(layer: Layer):
     """(direction, {system: call}), made when they are due: the torch path's saved tensors are large."""
-    yield "fwd", {"staged": lambda: layer.ours("recompute"), "torch": layer.torch_forward}
+    fused = lambda: layer.ours("recompute", "fused")
+    yield "fwd", {"fused": fused, "staged": lambda: layer.ours("recompute"), "torch": layer.torch_forward}
     leaves = layer.leaves()
     y = layer.torch_path(leaves)
     _, state = layer.ours("preact")

@@ -37,14 +37,14 @@ def tiny(case: MoeCase) -> MoeCase:
     return replace(case, **limits, num_topk=min(case.num_topk, 4, limits["num_experts"]), tokens=tokens)
 
 
-def make(case: MoeCase, device: torch.device, rehearsal: bool) -> Ranks:
-    """Ranks of the case, or of its tiny version in a rehearsal."""
+def make(case: MoeCase, device: torch.device, rehearsal: bool, backend: str | None = None) -> Ranks:
+    """Ranks of the case on `backend`, or of its tiny version on the device's in a rehearsal."""
     if rehearsal:
         case = tiny(case)
         group = VirtualGroup(1, "cpu") if case.num_ranks == 1 else None
     else:
         group = virtual_group(case.num_ranks) if case.num_ranks > 1 else None
-    return Ranks(case, make_inputs(case, device), device, group)
+    return Ranks(case, make_inputs(case, device), device, group, None if rehearsal else backend)
 
 
 def same_bits(actual: dict, expected: dict, what: str) -> None:

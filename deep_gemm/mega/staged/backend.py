@@ -33,20 +33,10 @@ class StagedBackend:
     name = "cuda"
 
     def __init__(self, buffer: MegaMoeBuffer):
-        device = buffer.device
-        layout = layout_of(buffer.settings)
-        timeout_s = read_timeout_s()
-        self._resources = Resources(
-            layout=layout,
-            regions=Regions(buffer, layout),
-            launch=Launcher(device.index),
-            faults=FaultRecords(buffer.rank, buffer.num_experts, buffer.num_topk, timeout_s, pinned=device.type == "cuda"),
-            num_sms=getattr(buffer.group, "num_sms", None),  # a VirtualGroup shares the device out
-            timeout_s=timeout_s,
-        )
-        if buffer.num_ranks > 1:
-            load_gemms(buffer.settings, self._resources.num_sms or get_num_sms(device.index), device.index)
-        torch.cuda.synchronize(device)  # scratch is cleared before any stream uses it
+        self._owns_resources = buffer.cuda_resources is None
+        if self._owns_resources:
+            buffer.cuda_resources = make_resources(buffer)
+        self._resources: Resources = buffer.cuda_resources
 
     @staticmethod
     def symmetric_bytes(settings: MegaMoeSettings) -> int:
@@ -60,7 +50,7 @@ class StagedBackend:
 
     @property
     def nbytes(self) -> int:
-        return self._resources.regions.nbytes
+        return self._resources.regions.nbytes if self._owns_resources else 0
 
     def gemm1(self, problem: Problem) -> tuple[Tensor, Tensor]:
         return forward.gemm1(self._resources, problem)
@@ -81,6 +71,23 @@ class StagedBackend:
     def poison(self) -> None:
         """Fills all memory that must hold nothing between calls with NaN. For tests."""
         self._resources.regions.poison()
+
+
+def make_resources(buffer: MegaMoeBuffer) -> Resources:
+    """Scratch, fault records and loaded kernels of a buffer."""
+    device, layout, timeout_s = buffer.device, layout_of(buffer.settings), read_timeout_s()
+    made = Resources(
+        layout=layout,
+        regions=Regions(buffer, layout),
+        launch=Launcher(device.index),
+        faults=FaultRecords(buffer.rank, buffer.num_experts, buffer.num_topk, timeout_s, pinned=device.type == "cuda"),
+        num_sms=getattr(buffer.group, "num_sms", None),  # a VirtualGroup shares the device out
+        timeout_s=timeout_s,
+    )
+    if buffer.num_ranks > 1:
+        load_gemms(buffer.settings, made.num_sms or get_num_sms(device.index), device.index)
+    torch.cuda.synchronize(device)  # scratch is cleared before any stream uses it
+    return made
 
 
 def read_timeout_s() -> float:

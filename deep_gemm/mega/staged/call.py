@@ -251,23 +251,8 @@ class Call:
             self.m_grouped(index, self.regions.rows[0], weight, part, "k")
 
     def _activation_fields(self, z: Tensor) -> dict[str, object]:
-        problem, activation = self._problem, self._problem.activation
-        gate_bias = up_bias = stride = 0
-        if problem.b13 is not None:
-            gate_bias, stride = problem.b13[0].data_ptr(), problem.b13[0].stride(0)
-            element = problem.b13[0].element_size()
-            up_bias = problem.b13[1].data_ptr() if len(problem.b13) == 2 else gate_bias + self._width * element
-        return {
-            "z": z.data_ptr(),
-            "gate_bias": gate_bias,
-            "up_bias": up_bias,
-            "bias_stride": stride,
-            "row_meta": self.regions.scratch("row_meta"),
-            "intermediate_hidden": self._width,
-            "alpha": activation.alpha,
-            "up_offset": activation.up_offset,
-            "clamp": activation.clamp,
-        }
+        fields = activation_fields(self._problem)
+        return {"z": z.data_ptr(), "row_meta": self.regions.scratch("row_meta"), "intermediate_hidden": self._width, **fields}
 
     def swiglu(self, index: int, z: Tensor, a: Tensor, *, weighted: bool = False) -> None:
         """a = activation(z + b13), times the routing weight if `weighted`."""
@@ -313,6 +298,23 @@ class Call:
             out_is_f32=out.dtype == torch.float32,
             accumulate=accumulate,
         )
+
+
+def activation_fields(problem: Problem) -> dict[str, object]:
+    """The activation of GEMM 1 as kernels take it: biases by address, 0 = none."""
+    activation, gate_bias, up_bias, stride = problem.activation, 0, 0, 0
+    if problem.b13 is not None:
+        first = problem.b13[0]
+        gate_bias, stride = first.data_ptr(), first.stride(0)
+        up_bias = problem.b13[1].data_ptr() if len(problem.b13) == 2 else gate_bias + problem.buffer.intermediate_hidden * first.element_size()
+    return {
+        "gate_bias": gate_bias,
+        "up_bias": up_bias,
+        "bias_stride": stride,
+        "alpha": activation.alpha,
+        "up_offset": activation.up_offset,
+        "clamp": activation.clamp,
+    }
 
 
 def current_stream(device: torch.device) -> int:

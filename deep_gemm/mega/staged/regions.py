@@ -15,7 +15,7 @@ from deep_gemm import _C
 if TYPE_CHECKING:
     from deep_gemm.mega.buffer import MegaMoeBuffer, MegaMoeSettings
 
-STATE_REGIONS = frozenset({"signals", "control"})
+STATE_REGIONS = frozenset({"signals", "control", "grid"})
 """Regions that outlive a call; all others hold nothing between calls."""
 
 

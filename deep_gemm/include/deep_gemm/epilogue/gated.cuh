@@ -69,6 +69,7 @@ __device__ __forceinline__ void take_half(int i, const Acc (&acc)[kAtoms], float
   }
 }
 
+// z is saved in the first round of tiles that have rounds (schedule/mega_moe_tiles.h).
 template <class Config>
 struct SwigluEpilogue {
   static constexpr int kColumns = Config::kBlockN / 2, kBoxes = kColumns / kGatedColumns;
@@ -88,12 +89,12 @@ struct SwigluEpilogue {
   Storage& storage;
   const int first_row;  // of the tile that is this warpgroup's
   const Warpgroup warpgroup;
-  bool save_z;
 
   __device__ __forceinline__ void begin(const dg_gemm_tile&) const {}
 
-  template <int kAtoms>
-  __device__ __forceinline__ void run(const dg_gemm_tile& tile, const Acc (&acc)[kAtoms]) const {
+  template <class Tile, int kAtoms>
+  __device__ __forceinline__ void run(const Tile& work, const Acc (&acc)[kAtoms]) const {
+    const dg_gemm_tile& tile = gemm_of(work);
 #pragma unroll 1
     for (int i = 0; i < 2 * kAtoms * kBoxes; ++i) {
       const int step = i / 2, half = i % 2, row = first_row + step / kBoxes * kWgmmaM, column = tile.n_begin + step % kBoxes * kGatedColumns;
@@ -104,11 +105,11 @@ struct SwigluEpilogue {
       float gate[kGatedValues], up[kGatedValues];
       take_half<0, 2 * kAtoms * kBoxes, kBoxes, 0>(i, acc, gate);
       take_half<0, 2 * kAtoms * kBoxes, kBoxes, kColumns>(i, acc, up);
-      if (GatedInputs<Params>{params}.is_plain()) half_step<true>(set, tile, row, column, half, gate, up);
-      else half_step<false>(set, tile, row, column, half, gate, up);
+      if (GatedInputs<Params>{params}.is_plain()) half_step<true>(set, work, row, column, half, gate, up);
+      else half_step<false>(set, work, row, column, half, gate, up);
       if (half == 0) continue;
       warpgroup.sync_for_tma();
-      if (Warpgroup::leader()) store(set, column, tile.m_begin + row);
+      if (Warpgroup::leader()) store(set, column, tile.m_begin + row, saves_z(work));
     }
   }
   __device__ __forceinline__ void finish() const {
@@ -116,10 +117,20 @@ struct SwigluEpilogue {
   }
 
  private:
+  template <class Tile>
+  __device__ __forceinline__ static const dg_gemm_tile& gemm_of(const Tile& tile) {
+    if constexpr (requires { tile.round; }) return tile.gemm; else return tile;
+  }
+  template <class Tile>
+  __device__ __forceinline__ bool saves_z(const Tile& tile) const {
+    if constexpr (requires { tile.round; }) return params.save_z && tile.round == 0; else return params.save_z;
+  }
+
   // kPlain: no bias and PlainSwiglu. Compiled apart, as fewer instructions and no branch let the compiler work on several pairs at a time.
-  template <bool kPlain>
-  __device__ __forceinline__ void half_step(typename Storage::Set& set, const dg_gemm_tile& tile, int row, int column, int half,
+  template <bool kPlain, class Tile>
+  __device__ __forceinline__ void half_step(typename Storage::Set& set, const Tile& work, int row, int column, int half,
                                             const float (&gate)[kGatedValues], const float (&up)[kGatedValues]) const {
+    const dg_gemm_tile& tile = gemm_of(work);
     const int thread = ptx::thread_index_anew() % 128, quad = thread % 4, in_box = Acc::row(thread, half);
     const GatedInputs<Params> inputs{params};
     const auto constants = inputs.template constants<kPlain>();
@@ -132,13 +143,13 @@ struct SwigluEpilogue {
       if constexpr (!kPlain) inputs.add_bias(g, u, tile.group, column + 8 * j + 2 * quad);
       const uint32_t act = pack_pair(weight * swiglu(g.x, u.x, constants), weight * swiglu(g.y, u.y, constants));
       *reinterpret_cast<uint32_t*>(set.act + at) = act;
-      if (!save_z) continue;
+      if (!saves_z(work)) continue;
       *reinterpret_cast<uint32_t*>(set.gate + at) = gate_word;
       *reinterpret_cast<uint32_t*>(set.up + at) = up_word;
     }
   }
 
-  __device__ __forceinline__ void store(const typename Storage::Set& set, int column, int row) const {
+  __device__ __forceinline__ void store(const typename Storage::Set& set, int column, int row, bool save_z) const {
     cute::SM90_TMA_STORE_2D::copy(&params.d_map, set.act, column, row);
     if (save_z) {
       cute::SM90_TMA_STORE_2D::copy(&params.z_gate_map, set.gate, column, row);

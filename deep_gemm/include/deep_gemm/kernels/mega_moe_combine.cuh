@@ -47,7 +47,7 @@ __device__ __forceinline__ F32x8 combine_columns(const Params& params, int token
   F32x8 sum{};
   bool invalid = aborted;
   for (int k = 0; k < params.num_topk; k += kInFlight) {
-    uint4 slot[kInFlight];
+    uint4 slot[kInFlight] = {};
     bool exists[kInFlight];
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {

@@ -7,11 +7,10 @@
 // After a failed barrier nothing is published any more: a late peer may still be reading.
 #pragma once
 #include <deep_gemm/comm/block_scan.cuh>
+#include <deep_gemm/comm/routing.cuh>
 #include <deep_gemm/comm/rows.cuh>
 
 namespace deep_gemm::kernels {
-
-constexpr int kMaxKey = 0x7fffffff;
 
 __device__ __forceinline__ bool is_aborted(dg_field_pointer control) { return pointer<const MegaMoeControl>(control)->aborted; }
 
@@ -26,10 +25,6 @@ __device__ __forceinline__ void mega_moe_copy(const MegaMoeCopyParams& params) {
   }
 }
 
-__device__ __forceinline__ dg_i64 load_id(const MegaMoeRouteParams& params, int entry) {
-  return params.idx_bytes == 8 ? pointer<const dg_i64>(params.topk_idx)[entry] : pointer<const int>(params.topk_idx)[entry];
-}
-
 template <class Config>
 __device__ __forceinline__ void mega_moe_route_count(const MegaMoeRouteParams& params) {
   if (is_aborted(params.control)) return;
@@ -38,12 +33,9 @@ __device__ __forceinline__ void mega_moe_route_count(const MegaMoeRouteParams& p
   __syncthreads();
   const int begin = blockIdx.x * DG_MEGA_MOE_ROUTE_BLOCK, end = min(begin + DG_MEGA_MOE_ROUTE_BLOCK, params.num_entries);
   for (int entry = begin + threadIdx.x; entry < end; entry += Config::kThreads) {
-    const dg_i64 id = load_id(params, entry);
-    const bool exists = id >= 0 && id < params.num_experts;
-    pointer<int>(params.slot_expert)[entry] = exists ? static_cast<int>(id) : id == DG_SLOT_NONE ? DG_SLOT_NONE : DG_SLOT_INVALID;
+    const int expert = check_entry(params, entry);
+    if (expert >= 0) atomicAdd(&count[expert], 1);  // a count does not depend on the order
     pointer<float>(params.weights)[entry] = pointer<const float>(params.topk_weights)[entry];
-    if (exists) atomicAdd(&count[id], 1);  // a count does not depend on the order
-    if (!exists && id != DG_SLOT_NONE) atomicMax(&pointer<MegaMoeControl>(params.control)->bad_entry_key, kMaxKey - entry);
   }
   __syncthreads();
   for (int e = threadIdx.x; e < params.num_experts; e += Config::kThreads)
@@ -84,24 +76,15 @@ __device__ __forceinline__ void mega_moe_route_offsets(const MegaMoeRouteParams&
   }
   if (threadIdx.x > 0) return;
   offsets[params.num_experts] = base;
-  int& key = pointer<MegaMoeControl>(params.control)->bad_entry_key;
-  const int entry = key == 0 ? -1 : kMaxKey - key;
-  *pointer<MegaMoeIdFault>(params.id_fault) = {entry, entry < 0 ? 0 : load_id(params, entry)};
-  key = 0;
+  publish_id_fault(params, pointer<MegaMoeIdFault>(params.id_fault));
 }
 
-// The entries of a warp, 32 at a time, all lanes together: visit(entry, expert or < 0, rank among the lanes with this expert, their number,
-// leader: the first of them).
+// This warp's entries in its block.
 template <class Visit>
 __device__ __forceinline__ void for_entries_of_warp(const MegaMoeRouteParams& params, const Visit& visit) {
   constexpr int kPerWarp = DG_MEGA_MOE_ROUTE_BLOCK / DG_MEGA_MOE_ROUTE_WARPS;
-  const int lane = lane_index(), begin = blockIdx.x * DG_MEGA_MOE_ROUTE_BLOCK + threadIdx.x / 32 * kPerWarp;
-  for (int tile = begin; tile < min(begin + kPerWarp, params.num_entries); tile += 32) {
-    const int entry = tile + lane, expert = entry < params.num_entries ? pointer<const int>(params.slot_expert)[entry] : DG_SLOT_NONE;
-    const unsigned same = __match_any_sync(~0u, expert), before = same & ((1u << lane) - 1);
-    visit(entry, expert, __popc(before), __popc(same), expert >= 0 && before == 0);
-    __syncwarp();  // the leaders' updates are seen by the next 32
-  }
+  const int begin = blockIdx.x * DG_MEGA_MOE_ROUTE_BLOCK + threadIdx.x / 32 * kPerWarp;
+  for_entries(pointer<const int>(params.slot_expert), begin, min(begin + kPerWarp, params.num_entries), visit);
 }
 
 template <class Config>
@@ -129,10 +112,8 @@ __device__ __forceinline__ void mega_moe_route_scatter(const MegaMoeRouteParams&
   }
   __syncthreads();
   for_entries_of_warp(params, [&](int entry, int expert, int rank, int number, bool leader) {
-    const int at = expert < 0 ? 0 : mine[expert];
-    __syncwarp();  // every lane has read before a leader writes
+    const int at = take_places(mine, expert, number, leader);
     if (expert >= 0) pointer<int>(params.src_list)[at + rank] = entry;
-    if (leader) mine[expert] = at + number;
   });
 }
 

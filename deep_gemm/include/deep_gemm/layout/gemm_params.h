@@ -53,7 +53,7 @@ enum { DG_EPILOGUE_STORE = 0, DG_EPILOGUE_SWIGLU = 1, DG_EPILOGUE_DSWIGLU = 2 };
 // the mbarriers by which math warpgroups take turns, what dSwiGLU keeps. The kernel asserts that its SharedStorage has this size.
 DG_SHARED dg_i64 dg_gemm_smem_bytes(int block_m, int block_n, int block_k, int num_stages, int staging_boxes) {
   const dg_i64 stages = (dg_i64)num_stages * (block_m + block_n) * block_k * 2, boxes = 2 * (dg_i64)staging_boxes * DG_GEMM_BOX_BYTES;
-  return stages + boxes + dg_align(num_stages * 16 + DG_GEMM_TILE_SLOTS * (sizeof(dg_gemm_tile) + 16) + 16 + 2 * DG_GEMM_DSWIGLU_BYTES, 1024);
+  return stages + boxes + dg_align(num_stages * 16 + DG_GEMM_TILE_SLOTS * (sizeof(dg_gemm_tile) + 4 + 16) + 16 + 2 * DG_GEMM_DSWIGLU_BYTES, 1024);
 }
 
 #endif

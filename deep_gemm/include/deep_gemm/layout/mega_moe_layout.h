@@ -54,6 +54,15 @@ DG_DEFINE_STRUCT(MegaMoeFault, DG_MEGA_MOE_FAULT)
 #define DG_MEGA_MOE_ROW_META(F) F(i32, source) F(i32, entry) F(i32, expert) F(f32, weight)
 DG_DEFINE_STRUCT(MegaMoeRowMeta, DG_MEGA_MOE_ROW_META)
 
+// Where an entry stands in the routing of the rank that owns it: its expert (or DG_SLOT_*) and its number among that expert's entries.
+#define DG_MEGA_MOE_PLACE(F) F(i32, expert) F(i32, number)
+DG_DEFINE_STRUCT(MegaMoePlace, DG_MEGA_MOE_PLACE)
+
+// What the CTAs of a fused launch meet at. barrier: comm/grid_barrier.cuh, whole life; rounds_done: math warpgroups that have left a round.
+#define DG_MEGA_MOE_GRID(F) F(u32, barrier) F(u32, rounds_done)
+DG_DEFINE_STRUCT(MegaMoeGrid, DG_MEGA_MOE_GRID)
+#define DG_MEGA_MOE_MAX_CTAS 256
+
 typedef struct {
   dg_i64 num_experts, num_ranks, num_topk, hidden, intermediate_hidden;
   dg_i64 max_tokens;     // per rank
@@ -74,6 +83,7 @@ DG_SHARED dg_i64 dg_mega_moe_capacity_rows(const dg_mega_moe* s) {
   return wanted < dg_mega_moe_worst_rows(s) ? wanted : dg_mega_moe_worst_rows(s);
 }
 DG_SHARED dg_i64 dg_mega_moe_rounds(const dg_mega_moe* s) { return dg_ceil_div(dg_mega_moe_worst_rows(s), dg_mega_moe_capacity_rows(s)); }
+DG_SHARED dg_i64 dg_mega_moe_worst_blocks(const dg_mega_moe* s) { return dg_mega_moe_worst_rows(s) / DG_MEGA_MOE_ROW_ALIGN; }
 DG_SHARED dg_i64 dg_mega_moe_route_smem_bytes(dg_i64 num_experts) { return num_experts * DG_MEGA_MOE_ROUTE_WARPS * 4; }
 
 // R(name, bytes): symmetric slab of one rank. "published" regions are written by their owner before the publish barrier and read by peers
@@ -82,13 +92,14 @@ DG_SHARED dg_i64 dg_mega_moe_route_smem_bytes(dg_i64 num_experts) { return num_e
 //   id_fault        published
 //   expert_offsets  published, i32 [E + 1]: entries by expert in src_list, exclusive sums
 //   src_list        published, i32 [entries]: entries sorted by expert, stable
+//   places          published by the fused forward, MegaMoePlace [entries]
 //   weights         published, f32 [entries]
 //   x, dy           published, BF16 [max_tokens, H]; dy in backward only
 //   combine         pushed, BF16 [max_tokens, K, H]
 //   dp              pushed, f32 [entries]; backward only
 #define DG_MEGA_MOE_SYMM_REGIONS(R)                                                                                              \
   R(signals, 8 * DG_MAX_RANKS) R(id_fault, sizeof(MegaMoeIdFault)) R(expert_offsets, 4 * (s->num_experts + 1))                   \
-  R(src_list, 4 * dg_mega_moe_entries(s)) R(weights, 4 * dg_mega_moe_entries(s)) R(x, 2 * s->max_tokens * s->hidden)              \
+  R(src_list, 4 * dg_mega_moe_entries(s)) R(places, (dg_i64)sizeof(MegaMoePlace) * dg_mega_moe_entries(s)) R(weights, 4 * dg_mega_moe_entries(s)) R(x, 2 * s->max_tokens * s->hidden)              \
   R(dy, 2 * s->max_tokens * s->hidden) R(combine, 2 * dg_mega_moe_entries(s) * s->hidden) R(dp, 4 * dg_mega_moe_entries(s))
 
 // R(name, bytes): scratch of one rank.
@@ -105,6 +116,10 @@ DG_SHARED dg_i64 dg_mega_moe_route_smem_bytes(dg_i64 num_experts) { return num_e
 //   carry13, carry2 f32 [2, 2I, H], [2, H, I]: weight gradients of the expert that a window cuts, all rounds of a backward call; two halves
 //                   in turn, as a round reads what the one before left for its first expert and leaves its last expert's
 //   bias_sums       f32 [E_l, 2I + H], all rounds of a backward call
+// Of the fused forward, inside one launch but for `grid`:
+//   grid            MegaMoeGrid, whole life
+//   cta_counts      i32 [CTAs, E]: entries of each CTA by expert
+//   x_ready         u32 [virtual row blocks]: rows of x in the pool; act_ready: GEMM 1 tiles of the block that are written
 #define DG_MEGA_MOE_SCRATCH_REGIONS(R)                                                                                            \
   R(control, sizeof(MegaMoeControl)) R(slot_expert, 4 * dg_mega_moe_entries(s))                                                   \
   R(block_counts, 4 * dg_mega_moe_route_blocks(dg_mega_moe_entries(s)) * s->num_experts)                                          \
@@ -114,7 +129,9 @@ DG_SHARED dg_i64 dg_mega_moe_route_smem_bytes(dg_i64 num_experts) { return num_e
   R(act, 2 * dg_mega_moe_capacity_rows(s) * s->intermediate_hidden)                                                               \
   R(carry13, dg_mega_moe_rounds(s) > 1 ? 4 * 4 * s->intermediate_hidden * s->hidden : 0)                                          \
   R(carry2, dg_mega_moe_rounds(s) > 1 ? 4 * 2 * s->hidden * s->intermediate_hidden : 0)                                               \
-  R(bias_sums, 4 * dg_mega_moe_local_experts(s) * (2 * s->intermediate_hidden + s->hidden))
+  R(bias_sums, 4 * dg_mega_moe_local_experts(s) * (2 * s->intermediate_hidden + s->hidden))                                       \
+  R(grid, sizeof(MegaMoeGrid)) R(cta_counts, 4 * DG_MEGA_MOE_MAX_CTAS * s->num_experts)                                           \
+  R(x_ready, 4 * dg_mega_moe_worst_blocks(s)) R(act_ready, 4 * dg_mega_moe_worst_blocks(s))
 
 #define DG_SYMM_ENUM(name, bytes) DG_SYMM_##name,
 #define DG_SCRATCH_ENUM(name, bytes) DG_SCRATCH_##name,

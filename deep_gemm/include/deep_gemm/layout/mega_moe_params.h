@@ -73,11 +73,45 @@ DG_DEFINE_STRUCT(MegaMoeCombineParams, DG_MEGA_MOE_COMBINE_PARAMS)
   F(i32, out_is_f32) F(i32, accumulate)
 DG_DEFINE_STRUCT(MegaMoeBiasGradParams, DG_MEGA_MOE_BIAS_GRAD_PARAMS)
 
+// The fused forward (kernels/sm90_mega_moe_forward.cuh). Maps: x_map, act_map: pool rows as operands; gate_map, up_map, w2_map: weights
+// [E_l, .., k] as K-major operands; d_map: a [C, I], z_gate_map, z_up_map: halves of z [C, 2I], in boxes of 64 rows x 32 columns.
+// gate_bias .. clamp  as in GemmGatedParams; b2 BF16 [E_l, H], expert stride b2_stride, optional
+// n               intermediate_hidden
+// x [T, H], topk_idx (int32 or int64 by idx_bytes) and weights f32 [T, K], out [T, H]: of the caller; slots, the offsets and the rest: regions
+// unit_rows, lag_tiles  schedule/mega_moe_tiles.h; num_blocks: row blocks that x_ready and act_ready have; cluster and band are the variant's
+#define DG_MEGA_MOE_FORWARD_PARAMS(F)                                                                                     \
+  F(tensor_map, x_map) F(tensor_map, act_map) F(tensor_map, gate_map) F(tensor_map, up_map) F(tensor_map, w2_map)         \
+  F(tensor_map, d_map) F(tensor_map, z_gate_map) F(tensor_map, z_up_map) F(pointer, gate_bias) F(pointer, up_bias)        \
+  F(i64, bias_stride) F(pointer, row_weight) F(i64, row_weight_stride) F(pointer, b2) F(i64, b2_stride) F(peers, symm)    \
+  F(i64, signals_offset) F(i64, id_fault_offset) F(i64, expert_offsets_offset) F(i64, src_list_offset)                    \
+  F(i64, places_offset) F(i64, x_offset) F(i64, combine_offset) F(pointer, x) F(pointer, topk_idx) F(pointer, weights)    \
+  F(pointer, out) F(pointer, slots) F(pointer, slot_expert) F(pointer, x_rows) F(pointer, row_meta) F(pointer, group_ends)\
+  F(pointer, segment_begin) F(pointer, segment_source) F(pointer, cta_counts) F(pointer, x_ready) F(pointer, act_ready)   \
+  F(pointer, grid) F(pointer, control) F(pointer, faults) F(u64, timeout_ns) F(i32, rank) F(i32, num_ranks)               \
+  F(i32, num_tokens) F(i32, num_topk) F(i32, idx_bytes) F(i32, num_experts) F(i32, num_local_experts) F(i32, hidden)      \
+  F(i32, n) F(i32, capacity_rows) F(i32, num_blocks) F(i32, unit_rows) F(i32, lag_tiles) F(i32, save_z) F(f32, alpha)     \
+  F(f32, up_offset) F(f32, clamp)
+DG_DEFINE_STRUCT(MegaMoeForwardParams, DG_MEGA_MOE_FORWARD_PARAMS)
+
+// Shared memory of the fused forward: the operand ring; per math warpgroup staging, of SwiGLU (3 boxes) or of 64 rows to push, each of which is
+// followed by 16 bytes so that rows lie in different banks; per dispatch warp slots of one chunk; all barriers and the tile ring.
+#define DG_DISPATCH_WARPS 2
+#define DG_DISPATCH_SLOTS 4
+#define DG_DISPATCH_CHUNK 2048  // bytes
+DG_SHARED dg_i64 dg_mega_moe_staging_bytes(int block_n) { return dg_align(64 * (2 * (dg_i64)block_n + 16), 1024); }
+DG_SHARED dg_i64 dg_mega_moe_forward_smem_bytes(int block_n, int num_stages) {
+  const dg_i64 stages = (dg_i64)num_stages * (128 + block_n) * 64 * 2, dispatch = DG_DISPATCH_WARPS * DG_DISPATCH_SLOTS * DG_DISPATCH_CHUNK;
+  return stages + 2 * dg_mega_moe_staging_bytes(block_n) + dispatch + 1024;
+}
+
 #define DG_MEGA_MOE_STRUCTS(S)                            \
   S(MegaMoeControl, DG_MEGA_MOE_CONTROL)                  \
   S(MegaMoeFault, DG_MEGA_MOE_FAULT)                      \
   S(MegaMoeRowMeta, DG_MEGA_MOE_ROW_META)                 \
   S(MegaMoeIdFault, DG_MEGA_MOE_ID_FAULT)                 \
+  S(MegaMoePlace, DG_MEGA_MOE_PLACE)                      \
+  S(MegaMoeGrid, DG_MEGA_MOE_GRID)                        \
+  S(MegaMoeForwardParams, DG_MEGA_MOE_FORWARD_PARAMS)     \
   S(MegaMoeCopyParams, DG_MEGA_MOE_COPY_PARAMS)           \
   S(MegaMoeRouteParams, DG_MEGA_MOE_ROUTE_PARAMS)         \
   S(MegaMoeBarrierParams, DG_MEGA_MOE_BARRIER_PARAMS)     \

@@ -18,8 +18,8 @@ struct LoadRole {
     typename Traits::Ring::Position at;
     typename Traits::TileQueue::Reader tiles{smem.tiles};
     const int cta = Traits::kCluster == 1 ? 0 : cute::block_rank_in_cluster();
-    for (const dg_gemm_tile* next; (next = tiles.next()); ) {
-      const dg_gemm_tile tile = *next;
+    for (; tiles.next(); tiles.release()) {
+      const dg_gemm_tile tile = tiles.tile();
       // A row groups: only the masked kind has an A group of its own; B has one weight per group unless dense or k-grouped.
       const int group_a = Config::kKind == DG_GEMM_M_MASKED ? tile.group : 0;
       const int group_b = Config::kKind == DG_GEMM_DENSE || Traits::kKGrouped ? 0 : tile.group;
@@ -39,7 +39,6 @@ struct LoadRole {
               &params.b, full, smem.operands.b[at.stage], tile.n_begin, k, group_b, tile.share == DG_GEMM_SHARE_B, cta);
         }
       }
-      tiles.release();
     }
   }
 };
@@ -68,20 +67,20 @@ struct GatherRole {
   __device__ __forceinline__ void run() {
     typename Traits::Ring::Position at;
     typename Traits::TileQueue::Reader tiles{smem.tiles};
-    for (const dg_gemm_tile* tile; (tile = tiles.next());) {
-      const int blocks = Traits::k_blocks(*tile);
+    for (; tiles.next(); tiles.release()) {
+      const dg_gemm_tile& tile = tiles.tile();
+      const int blocks = Traits::k_blocks(tile);
       Rows rows;
-      if constexpr (!kRowsAreK) find(tile->m_begin, tile->num_rows, rows);
+      if constexpr (!kRowsAreK) find(tile.m_begin, tile.num_rows, rows);
 #pragma unroll 1
       for (int block = 0; block < blocks; ++block, at.advance()) {
-        const int k = tile->k_begin + block * Traits::kBlockK;
-        if constexpr (kRowsAreK) find(k, tile->k_end - k, rows);
+        const int k = tile.k_begin + block * Traits::kBlockK;
+        if constexpr (kRowsAreK) find(k, tile.k_end - k, rows);
         smem.ring.empty[at.stage].wait(at.phase ^ 1);
-        if constexpr (kRowsAreK) copy(rows, kA ? tile->m_begin : tile->n_begin, kA ? params.m : params.n, at.stage);
+        if constexpr (kRowsAreK) copy(rows, kA ? tile.m_begin : tile.n_begin, kA ? params.m : params.n, at.stage);
         else copy(rows, k, params.k, at.stage);
         ptx::cp_async_arrive(cute::cast_smem_ptr_to_uint(&smem.ring.full[at.stage]));
       }
-      tiles.release();
     }
   }
 

@@ -135,17 +135,17 @@ struct MathRole {
     typename Traits::TileQueue::Reader tiles{smem.tiles};
     Multiplier<Traits> multiplier{smem, warpgroup};
     auto epilogue = make_epilogue(multiplier.first_row());
-    for (const dg_gemm_tile* tile; (tile = tiles.next());) {
+    for (; tiles.next(); tiles.release()) {
+      const dg_gemm_tile& tile = tiles.tile();
       if (Traits::kPingPong && tiles.number % 2 != warpgroup) {
-        multiplier.skip(*tile);
+        multiplier.skip(tile);
       } else {
         typename Traits::Acc acc[Traits::kAtoms];
-        epilogue.begin(*tile);
+        epilogue.begin(tile);
         if (Traits::kPingPong) multiplier.begin_turn(tiles.number / 2);
-        multiplier.multiply(*tile, Traits::kGateUp ? Traits::kBlockN : params.n - tile->n_begin, acc);
-        epilogue.run(*tile, acc);
+        multiplier.multiply(tile, Traits::kGateUp ? Traits::kBlockN : params.n - tile.n_begin, acc);
+        epilogue.run(tile, acc);
       }
-      tiles.release();
     }
     epilogue.finish();
   }
@@ -154,7 +154,6 @@ struct MathRole {
   __device__ __forceinline__ typename Traits::Epilogue make_epilogue(int first_row) const {
     const Warpgroup threads{2 + warpgroup};
     if constexpr (Traits::kDswiglu) return {params, smem.staging[warpgroup], first_row, threads, smem.dswiglu[warpgroup]};
-    else if constexpr (Traits::kGateUp) return {params, smem.staging[warpgroup], first_row, threads, params.save_z != 0};
     else return {params, smem.staging[warpgroup], first_row, threads};
   }
 };

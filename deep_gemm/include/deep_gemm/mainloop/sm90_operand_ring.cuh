@@ -43,6 +43,7 @@ struct OperandRing {
       phase ^= (stage + blocks) / kStages & 1;
       stage = (stage + blocks) % kStages;
     }
+    __device__ __forceinline__ static Position after(unsigned blocks) { return {static_cast<int>(blocks % kStages), blocks / kStages % 2}; }
   };
 };
 

@@ -24,7 +24,10 @@ typedef struct {
   dg_gemm_tile gemm;  // m_begin: row in the pool, of this round
   int step;           // DG_MEGA_MOE_GEMM1, GEMM2 or ROUND_END, of which only `round` counts
   int block;          // number of the row block in virtual rows
+  int block_rows;     // that exist; a CTA without a tile (num_rows 0) still loads a part of its neighbour's rows
   int round;
+  int number;  // of the CTA's tiles; round ends do not count, so that number + round is the place in the sequence
+  unsigned k_before;  // sum of k over the CTA's earlier tiles: where its operand ring stands
 } dg_mega_moe_tile;
 
 // Rows [begin, end) of `group`, whose segment begins at group_begin.
@@ -40,6 +43,8 @@ typedef struct {
   int emitted, behind_end;  // cluster tiles of GEMM 1 in this round: handed out; up to the end of `behind`
   dg_row_unit unit;         // under the cursor, with its step, its first cluster tile and their number
   int step, first_tile, num_tiles;
+  int number;         // of this CTA's next tile
+  unsigned k_before;  // it, too
 } dg_mega_moe_cursor;
 
 // Moves on to the next unit of the window; 0 when the window has no more.
@@ -73,13 +78,16 @@ DG_SHARED void dg_mega_moe_begin_round(const dg_mega_moe_schedule* s, const int*
   cursor->behind_end = cursor->has_behind ? dg_unit_tiles(s, &cursor->behind, DG_MEGA_MOE_GEMM1) : 0;
 }
 
-DG_SHARED dg_mega_moe_cursor dg_mega_moe_cursor_begin(const dg_mega_moe_schedule* s, const int* ends, int cta, int num_ctas) {
-  dg_mega_moe_cursor cursor = {0};
-  cursor.num_clusters = num_ctas / s->gemm[0].cluster;
-  cursor.next_tile = cta / s->gemm[0].cluster;
-  cursor.cta_in_cluster = cta % s->gemm[0].cluster;
-  dg_mega_moe_begin_round(s, ends, &cursor);
-  return cursor;
+DG_SHARED void dg_mega_moe_begin(const dg_mega_moe_schedule* s, const int* ends, int cta, int num_ctas, dg_mega_moe_cursor* cursor) {
+  cursor->num_clusters = num_ctas / s->gemm[0].cluster;
+  cursor->next_tile = cta / s->gemm[0].cluster;
+  cursor->cta_in_cluster = cta % s->gemm[0].cluster;
+  cursor->round = cursor->window_begin = cursor->first_tile = cursor->num_tiles = cursor->number = 0;
+  cursor->k_before = 0;
+  cursor->ahead.group = cursor->ahead.group_begin = cursor->ahead.begin = cursor->ahead.end = 0;
+  cursor->unit = cursor->ahead;
+  cursor->step = DG_MEGA_MOE_GEMM1;
+  dg_mega_moe_begin_round(s, ends, cursor);
 }
 
 // Puts the next unit of either step under the cursor; 0 when the round has no more.
@@ -112,13 +120,14 @@ DG_SHARED void dg_mega_moe_place(const dg_mega_moe_schedule* s, const dg_mega_mo
   const int row = cursor->unit.begin + m_block * p->block_m;
   tile->gemm.group = cursor->unit.group;
   tile->gemm.m_begin = row - cursor->window_begin;
-  tile->gemm.num_rows = n_block < n_blocks ? dg_min(p->block_m, cursor->unit.end - row) : 0;
   tile->gemm.n_begin = n_block * p->block_n;
   tile->gemm.k_begin = 0;
   tile->gemm.k_end = p->k;
   tile->gemm.carry_in = tile->gemm.carry_out = 0;
   tile->step = cursor->step;
   tile->block = row / DG_MEGA_MOE_ROW_ALIGN;
+  tile->block_rows = dg_min(p->block_m, cursor->unit.end - row);
+  tile->gemm.num_rows = n_block < n_blocks ? tile->block_rows : 0;
 }
 
 // The next tile of this CTA, or 0 when there is none. ends: group_ends of the plan.
@@ -133,10 +142,14 @@ DG_SHARED int dg_mega_moe_next_tile(const dg_mega_moe_schedule* s, const int* en
     tile->gemm.group = 0;
     tile->gemm.num_rows = 0;
     tile->step = DG_MEGA_MOE_ROUND_END;
+    tile->number = cursor->number;
     return 1;
   }
   dg_mega_moe_place(s, cursor, cursor->next_tile - cursor->first_tile, tile);
   cursor->next_tile += cursor->num_clusters;
+  tile->number = cursor->number++;
+  tile->k_before = cursor->k_before;
+  cursor->k_before += tile->gemm.k_end;
   return 1;
 }
 

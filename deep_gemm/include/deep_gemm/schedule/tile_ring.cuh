@@ -11,16 +11,13 @@
 
 namespace deep_gemm {
 
-// The end of the sequence is a tile that no order has.
-__device__ __forceinline__ bool is_end(const dg_gemm_tile& tile) { return tile.group < 0; }
-__device__ __forceinline__ void make_end(dg_gemm_tile& tile) { tile.group = -1; }
-
 template <class Tile, int kReaders>
 struct TileRing {
   static constexpr int kSlots = DG_GEMM_TILE_SLOTS;
   using Barrier = cutlass::arch::ClusterBarrier;
 
   Tile tile[kSlots];
+  int exists[kSlots];  // 0: the sequence has ended
   Barrier full[kSlots], empty[kSlots];
 
   __device__ __forceinline__ void init_barriers() {
@@ -37,26 +34,24 @@ struct TileRing {
   // The schedule thread. walk(tile) gives the next tile; false: there is none.
   template <class Walk>
   __device__ __forceinline__ void run(Walk&& walk) {
-    bool more = true;
-    for (int number = 0; more; ++number) {
+    for (int number = 0, more = 1; more; ++number) {
       const int slot = slot_of(number);
       empty[slot].wait(phase_of(number) ^ 1);
-      more = walk(tile[slot]);
-      if (!more) make_end(tile[slot]);
+      exists[slot] = more = walk(tile[slot]);
       full[slot].arrive();
     }
   }
 
-  // A reading warp. `next` gives the tile, or nullptr after the last one; the tile stays until `release`, which lanes call together.
+  // A reading warp. `next`: whether there is another tile, which is `tile()` until `release`; lanes call together.
   struct Reader {
     TileRing& ring;
-    int number = 0;  // of the tile that `next` gives
+    int number = 0;
 
-    __device__ __forceinline__ const Tile* next() {
+    __device__ __forceinline__ bool next() {
       ring.full[slot_of(number)].wait(phase_of(number));
-      const Tile* tile = &ring.tile[slot_of(number)];
-      return is_end(*tile) ? nullptr : tile;
+      return ring.exists[slot_of(number)];
     }
+    __device__ __forceinline__ const Tile& tile() const { return ring.tile[slot_of(number)]; }
     __device__ __forceinline__ void release() {
       ptx::forget(number);
       __syncwarp();

@@ -1,0 +1,107 @@
+"""The forward in one launch on the GPU: the staged path's bits where the order of sums is the same, the accuracy of the whole suite with it, any
+order of calls beside staged ones, graphs whose routing changes, many random small cases, a peer that does not come."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+from moe_support import make, same_bits, small, spread
+from test_mega_moe import MODEL_CASES, OPTION_CASES, ROUTING_CASES, SIZE_CASES
+
+import deep_gemm
+from deep_gemm.errors import PeerTimeoutError
+from deep_gemm.testing import assert_bitwise_equal, assert_close
+from deep_gemm.testing.generators import ROUTINGS
+from deep_gemm.testing.moe_cases import compare, torch_outputs, truth
+
+pytestmark = pytest.mark.gpu
+RANDOM_SECONDS = 25
+
+
+@pytest.mark.parametrize(
+    "case", MODEL_CASES + ROUTING_CASES + SIZE_CASES + OPTION_CASES, ids=lambda c: f"{c.name}/E{c.num_experts}/K{c.num_topk}"
+)
+def test_like_the_staged_path(case, device, rehearsal):
+    fused = make(case, device, rehearsal, "fused")
+    actual = fused.outputs()
+    case, inputs = fused.case, fused.inputs
+    _, faults = compare(case, actual, truth(case, inputs), torch_outputs(case, inputs))
+    assert not faults, "\n".join(faults)
+    if not case.bias:  # the staged path rounds y rows before it adds b2
+        same_bits(actual, make(case, device, rehearsal, "cuda").outputs(), "fused and staged")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8, 16])
+def test_same_bits_every_time(num_ranks, device, rehearsal):
+    ranks = make(small(num_experts=16, tokens=spread(150, num_ranks), routing="zipf1"), device, rehearsal, "fused")
+    first = None
+    for _ in range(20):
+        ranks.poison()
+        ys = [y for y, _ in ranks.forward()]
+        first = first or ys
+        for y, expected in zip(ys, first, strict=True):
+            assert_bitwise_equal(y, expected, name="y")
+
+
+def test_fused_and_staged_calls_in_turn(device, rehearsal):
+    """They share barriers, whose counts go on from one to the other."""
+    ranks = make(small(tokens=spread(100, 4)), device, rehearsal, "fused")
+    other = None if rehearsal else "cuda"
+    arguments = [ranks.arguments(rank) for rank in range(ranks.case.num_ranks)]
+    ys = [
+        [y for y, _ in ranks.run(lambda rank: deep_gemm.mega_moe_fwd(*arguments[rank], backend=backend))]  # noqa: B023 - run at once
+        for backend in (None, other, other, None, None, other)
+    ]
+    for again in ys[1:]:
+        for y, expected in zip(again, ys[0], strict=True):
+            assert_bitwise_equal(y, expected, name="y")
+
+
+def test_a_graph_follows_the_routing():
+    ranks = make(small(tokens=(300,)), torch.device("cuda", torch.cuda.current_device()), False, "fused")
+    arguments = ranks.arguments(0)
+    deep_gemm.mega_moe_fwd(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, _ = deep_gemm.mega_moe_fwd(*arguments)
+    idx = arguments[1]
+    for seed in range(5):
+        gen = torch.Generator().manual_seed(seed)
+        idx.copy_(torch.rand(idx.shape[0], ranks.case.num_experts, generator=gen).argsort(1)[:, : idx.shape[1]])
+        graph.replay()
+        torch.cuda.synchronize()
+        expected, _ = deep_gemm.mega_moe_fwd(*arguments)
+        assert_bitwise_equal(y, expected, name=f"y of replay {seed}")
+
+
+def test_random_small_cases(device, rehearsal):
+    choose, begin, count = random.Random(7), time.monotonic(), 0
+    while time.monotonic() - begin < (1 if rehearsal else RANDOM_SECONDS):
+        num_ranks = choose.choice([1, 2, 3, 4, 8, 16])
+        experts = num_ranks * choose.choice([1, 2, 5])
+        tokens = tuple(choose.choice([0, 1, 7, 64, 129, 200]) for _ in range(num_ranks))
+        case = small(
+            num_experts=experts, num_topk=min(experts, choose.choice([1, 2, 4, 8])), tokens=tokens, routing=choose.choice(list(ROUTINGS)),
+            capacity_factor=choose.choice([0.25, 0.5, 1.25]), seed=count, save=choose.choice(["recompute", "preact"]),
+        )  # fmt: skip
+        ranks = make(case, device, rehearsal, "fused")
+        ranks.poison()
+        y = torch.cat([y for y, _ in ranks.forward()])
+        if y.numel():
+            assert_close(y, truth(ranks.case, ranks.inputs)["y"], rel_frobenius=1e-2, name=case.name)
+        count += 1
+    print(f"{count} random cases")
+
+
+def test_a_missing_peer_is_named(monkeypatch):
+    monkeypatch.setenv("DG_TIMEOUT_S", "2")
+    ranks = make(small(tokens=spread(64, 2)), torch.device("cuda", torch.cuda.current_device()), False, "fused")
+    arguments = ranks.arguments(0)
+    ((y, _),) = ranks.group.run(lambda rank: deep_gemm.mega_moe_fwd(*arguments), ranks=[0])
+    torch.cuda.synchronize()
+    assert y.isnan().all()
+    with pytest.raises(PeerTimeoutError, match="forward publish.*rank 1"):
+        ranks.buffers[0].check()
