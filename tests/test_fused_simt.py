@@ -19,6 +19,7 @@ from staged_case import Case
 
 from deep_gemm.activation import resolve_activation
 from deep_gemm.errors import PeerTimeoutError
+from deep_gemm.mega.fused.backend import FusedBackend
 from deep_gemm.mega.fused.config import CONFIGS
 from deep_gemm.mega.fused.forward import pack
 from deep_gemm.testing import assert_bitwise_equal, assert_close
@@ -145,6 +146,24 @@ def test_calls_one_after_another(kernel):
     for ctas in (2, 1, 4, 3):
         ranks.poison()
         check(case, forward(kernel, case, ranks=ranks, ctas=ctas)[0])
+
+
+@pytest.mark.parametrize("save", ["recompute", "preact"])
+@pytest.mark.parametrize("num_sms", [1, 5])
+def test_backend_launches_what_the_call_needs(save, num_sms, kernel, monkeypatch):
+    case = Case(1, 4, tokens=(70,))
+    ranks = Ranks(None, 1, **case.shape)
+    monkeypatch.setattr("deep_gemm.mega.fused.backend.current_stream", lambda device: 0)
+    backend = object.__new__(FusedBackend)  # without what needs a device
+    backend._resources, backend._config, backend._kernel, backend._cooperative = ranks.resources[0], kernel.config, kernel.compiled, True
+    backend._resources.num_sms = num_sms
+    problem = ranks.problem(0, case.inputs(0), activation=case.activation, save=save)
+    with tensor_maps():
+        a, z = backend.gemm1(problem)
+        y = backend.gemm2(problem, a)
+    assert (tuple(a.shape), tuple(z.shape)) == backend.fake_shapes(problem)
+    check(case, [y])
+    assert y.data_ptr() != a.data_ptr()
 
 
 # ---- faults --------------------------------------------------------------------------------------------------------------------------

@@ -67,4 +67,4 @@ class FusedBackend(StagedBackend):
     def _num_ctas(self, buffer: MegaMoeBuffer) -> int:
         num_sms = self._resources.num_sms or gemm_launch.get_num_sms(buffer.device.index) - (RESERVED_SMS if buffer.num_ranks > 1 else 0)
         cluster, most = self._config.cluster, _C.mega_moe_constants()["max_ctas"]
-        return max(1, min(num_sms, most) // cluster) * cluster
+        return max(1, min(num_sms, most) // cluster) * cluster  # at least a cluster, whatever was asked for

@@ -11,6 +11,7 @@ from deep_gemm import environment, jit
 from deep_gemm.gemm_config import choose_config
 from deep_gemm.gemm_launch import get_num_sms
 from deep_gemm.mega.backend import Gradients, Problem, WeightGrads
+from deep_gemm.mega.fused.config import choose_config as choose_forward
 from deep_gemm.mega.staged import backward, forward
 from deep_gemm.mega.staged.call import Resources
 from deep_gemm.mega.staged.faults import FaultRecords
@@ -85,7 +86,7 @@ def make_resources(buffer: MegaMoeBuffer) -> Resources:
         timeout_s=timeout_s,
     )
     if buffer.num_ranks > 1:
-        load_gemms(buffer.settings, made.num_sms or get_num_sms(device.index), device.index)
+        load_kernels(buffer.settings, made.num_sms or get_num_sms(device.index), device.index)
     torch.cuda.synchronize(device)  # scratch is cleared before any stream uses it
     return made
 
@@ -114,8 +115,8 @@ def gemm_specs(settings: MegaMoeSettings, num_sms: int) -> list[jit.KernelSpec]:
     return list(dict.fromkeys(config.spec() for config in configs))
 
 
-def load_gemms(settings: MegaMoeSettings, num_sms: int, device_index: int) -> None:
-    """Loads every GEMM that calls can use. With peers nothing may be compiled at a call: a rank with a warm cache would wait in a barrier for one
+def load_kernels(settings: MegaMoeSettings, num_sms: int, device_index: int) -> None:
+    """Loads every GEMM, and the fused forward, that calls can use. With peers nothing may be compiled at a call: a rank with a warm cache would wait in a barrier for one
     that compiles, perhaps longer than DG_TIMEOUT_S; and in a process that runs several ranks, loading while a kernel waits could block."""
-    for spec in gemm_specs(settings, num_sms):
+    for spec in [*gemm_specs(settings, num_sms), choose_forward(settings.hidden, num_sms).spec()]:
         jit.load(spec, device_index)

@@ -21,7 +21,8 @@ __device__ __forceinline__ void walk_mega_moe_tiles(const typename Config::Param
 }
 
 // Everything between the plan and the combine. Afterwards this CTA's threads are together, with equal shares of registers, and all that they
-// wrote is complete.
+// wrote is complete. A warpgroup comes together before it changes its registers again, and the third takes its share back only when both others
+// have given theirs: a warp that is done early would take what math warps still wait for.
 template <class Config>
 __device__ __forceinline__ void multiply_experts(const typename Config::Params& params, typename MegaMoeTraits<Config>::SharedStorage& smem) {
   using Traits = MegaMoeTraits<Config>;
@@ -35,11 +36,14 @@ __device__ __forceinline__ void multiply_experts(const typename Config::Params& 
       DispatchRole<Config>{params, smem.dispatch[dispatcher], smem.dispatch_barriers[dispatcher],
                            static_cast<int>(blockIdx.x) * DG_DISPATCH_WARPS + dispatcher, static_cast<int>(gridDim.x) * DG_DISPATCH_WARPS}.run();
     __syncwarp();  // the schedule thread's warp is together again
+    __syncthreads();
     cutlass::arch::warpgroup_reg_alloc<Traits::kEvenRegisters>();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kMathRegisters>();
     MegaMoeMathRole<Config>{params, smem, warpgroup}.run();
+    Warpgroup{2 + warpgroup}.sync();
     cutlass::arch::warpgroup_reg_dealloc<Traits::kEvenRegisters>();
+    __syncthreads();
   }
 }
 
