@@ -7,7 +7,7 @@ import copy
 import torch
 
 from deep_gemm import reference
-from deep_gemm.activation import SwiGLU
+from deep_gemm.activation import SwiGLU, resolve_activation
 from deep_gemm.mega.backend import GRADIENTS
 from deep_gemm.testing import assert_close
 
@@ -98,6 +98,18 @@ class Case:
     def needs(self):
         return [name for name in GRADIENTS if self.b2 is not None or not name.startswith("b")]
 
+
+CASES = {
+    "one_rank": Case(),
+    "one_rank_pair_biases": Case(pair=True, biases=True, idx=torch.int32),
+    "gpt_oss": Case(biases=True, activation=resolve_activation("swiglu_oai", clamp=1.0)),
+    "two_ranks": Case(2, tokens=(19, 37), biases=True),
+    "four_ranks_one_empty": Case(4, tokens=(5, 0, 64, 33), pair=True, idx=torch.int32),
+    "three_ranks_all_to_one": Case(3, 12, tokens=(90, 70, 110), skew=True, biases=True),
+    "one_expert": Case(1, 1, tokens=(3,), topk=1),
+    "one_expert_and_token_a_rank": Case(3, 3, tokens=(1, 1, 1), topk=3),
+    "most_slots": Case(2, 38, tokens=(21, 3), topk=16),
+}
 
 WEIGHTS = ("dw13", "dw2", "db13", "db2")
 

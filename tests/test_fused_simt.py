@@ -15,9 +15,9 @@ import torch
 from simt.driver import tensor_maps
 from simt.machine import INCLUDE, HopperKernel, SimtError
 from simt.ranks import Ranks
+from staged_case import CASES as COMMON_CASES
 from staged_case import Case
 
-from deep_gemm.activation import resolve_activation
 from deep_gemm.errors import PeerTimeoutError
 from deep_gemm.mega.fused.backend import FusedBackend
 from deep_gemm.mega.fused.config import CONFIGS
@@ -66,16 +66,8 @@ def check(case, ys):
 
 
 CASES = {
-    "one_rank": Case(),
-    "one_rank_pair_biases": Case(pair=True, biases=True, idx=torch.int32),
-    "gpt_oss": Case(biases=True, activation=resolve_activation("swiglu_oai", clamp=1.0)),
+    **COMMON_CASES,
     "no_tokens": Case(1, tokens=(0,)),
-    "two_ranks": Case(2, tokens=(19, 37), biases=True),
-    "four_ranks_one_empty": Case(4, tokens=(5, 0, 64, 33), pair=True, idx=torch.int32),
-    "three_ranks_all_to_one": Case(3, 12, tokens=(90, 70, 110), skew=True, biases=True),
-    "one_expert": Case(1, 1, tokens=(3,), topk=1),
-    "one_expert_and_token_a_rank": Case(3, 3, tokens=(1, 1, 1), topk=3),
-    "most_slots": Case(2, 38, tokens=(21, 3), topk=16),
     "wide": Case(2, 4, tokens=(40, 150), hidden=1152, width=256),
 }
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 from simt.machine import SimtLauncher, compile_machine
 from simt.ranks import Ranks, TorchGemms
-from staged_case import PLAIN, WEIGHTS, Case, compare, joined, like_ones
+from staged_case import CASES, PLAIN, WEIGHTS, Case, compare, joined, like_ones
 
-from deep_gemm.activation import resolve_activation
 from deep_gemm.errors import PeerTimeoutError
 from deep_gemm.mega.backend import GRADIENTS, WeightGrads
 from deep_gemm.testing import assert_bitwise_equal, assert_close
@@ -50,19 +49,6 @@ def solve(case, ranks, *, save="recompute", grads=None, needs=None):
     for resources in ranks.resources:
         resources.faults.check()
     return list(zip(ys, made, strict=True))
-
-
-CASES = {
-    "one_rank": Case(),
-    "one_rank_pair_biases": Case(pair=True, biases=True, idx=torch.int32),
-    "gpt_oss": Case(biases=True, activation=resolve_activation("swiglu_oai", clamp=1.0)),
-    "two_ranks": Case(2, tokens=(19, 37), biases=True),
-    "four_ranks_one_empty": Case(4, tokens=(5, 0, 64, 33), pair=True, idx=torch.int32),
-    "three_ranks_all_to_one": Case(3, 12, tokens=(90, 70, 110), skew=True, biases=True),
-    "one_expert": Case(1, 1, tokens=(3,), topk=1),
-    "one_expert_and_token_a_rank": Case(3, 3, tokens=(1, 1, 1), topk=3),
-    "most_slots": Case(2, 38, tokens=(21, 3), topk=16),
-}
 
 
 @pytest.mark.parametrize("save", ["recompute", "preact"])
