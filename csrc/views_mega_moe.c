@@ -61,18 +61,18 @@ static PyObject* mega_moe_constants(PyObject* module, PyObject* unused) {
     Py_XDECREF(phases);
     return NULL;
   }
-  return Py_BuildValue("{sN sN si si si si si si si si si}", "phases", phases, "faults", faults, "fault_records", DG_NUM_FAULT_RECORDS, "row_align",
+  return Py_BuildValue("{sN sN si si si si si si si si si si}", "phases", phases, "faults", faults, "fault_records", DG_NUM_FAULT_RECORDS, "row_align",
                        DG_MEGA_MOE_ROW_ALIGN, "route_block", DG_MEGA_MOE_ROUTE_BLOCK, "route_warps", DG_MEGA_MOE_ROUTE_WARPS, "max_experts",
                        DG_MEGA_MOE_MAX_EXPERTS, "max_topk", DG_MEGA_MOE_MAX_TOPK, "max_ranks", DG_MAX_RANKS, "tag_detail_shift",
-                       DG_TAG_DETAIL_SHIFT, "max_ctas", DG_MEGA_MOE_MAX_CTAS);
+                       DG_TAG_DETAIL_SHIFT, "max_ctas", DG_MEGA_MOE_MAX_CTAS, "block_n", DG_MEGA_MOE_BLOCK_N);
 }
 
-static PyObject* mega_moe_forward_smem_bytes(PyObject* module, PyObject* const* args, Py_ssize_t nargs) {
+static PyObject* mega_moe_smem_bytes(PyObject* module, PyObject* const* args, Py_ssize_t nargs) {
   (void)module;
-  static const dg_int_arg expected[] = {{"block_n", 64, 256}, {"num_stages", 1, 64}};
-  int64_t v[2];
-  if (dg_read_ints("mega_moe_forward_smem_bytes", expected, 2, args, nargs, v) < 0) return NULL;
-  return PyLong_FromLongLong(dg_mega_moe_forward_smem_bytes((int)v[0], (int)v[1]));
+  static const dg_int_arg expected[] = {{"backward", 0, 1}, {"block_n", 64, 256}, {"num_stages", 1, 64}};
+  int64_t v[3];
+  if (dg_read_ints("mega_moe_smem_bytes", expected, 3, args, nargs, v) < 0) return NULL;
+  return PyLong_FromLongLong((v[0] ? dg_mega_moe_backward_smem_bytes : dg_mega_moe_forward_smem_bytes)((int)v[1], (int)v[2]));
 }
 
 PyMethodDef dg_views_mega_moe_methods[] = {
@@ -81,6 +81,6 @@ PyMethodDef dg_views_mega_moe_methods[] = {
               "symm, scratch: ((region, offset, bytes), ...); symm_bytes, scratch_bytes; capacity_rows: pool rows of a round; worst_rows: virtual\n"
               "rows if every entry came here; rounds; route_smem_bytes."),
     DG_METHOD("mega_moe_constants", mega_moe_constants, METH_NOARGS, "mega_moe_constants() -> dict of the enumerators and limits of the layout"),
-    DG_METHOD("mega_moe_forward_smem_bytes", mega_moe_forward_smem_bytes, METH_FASTCALL,
-              "mega_moe_forward_smem_bytes(block_n, num_stages) -> dynamic shared memory of the fused forward in bytes"),
+    DG_METHOD("mega_moe_smem_bytes", mega_moe_smem_bytes, METH_FASTCALL,
+              "mega_moe_smem_bytes(backward, block_n, num_stages) -> dynamic shared memory of a fused launch in bytes"),
     {0}};

@@ -3,6 +3,7 @@
 #include <deep_gemm/schedule/gemm_tiles.h>
 #include <deep_gemm/schedule/mega_moe_tiles.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "extension.h"
 
@@ -25,7 +26,7 @@ static PyObject* gemm_gathers(PyObject* module, PyObject* unused) {
 static PyObject* gemm_smem_bytes(PyObject* module, PyObject* const* args, Py_ssize_t nargs) {
   (void)module;
   static const dg_int_arg expected[] = {{"block_m", 1, 1024}, {"block_n", 1, 1024}, {"block_k", 1, 1024}, {"num_stages", 1, 64},
-                                        {"staging_boxes", 1, 64}};
+                                        {"staging_boxes", 0, 64}};
   int64_t v[5];
   if (dg_read_ints("gemm_smem_bytes", expected, 5, args, nargs, v) < 0) return NULL;
   return PyLong_FromLongLong(dg_gemm_smem_bytes((int)v[0], (int)v[1], (int)v[2], (int)v[3], (int)v[4]));
@@ -77,28 +78,28 @@ static PyObject* gemm_tiles(PyObject* module, PyObject* const* args, Py_ssize_t 
   return list ? list : PyErr_Occurred() ? NULL : PyErr_NoMemory();
 }
 
-// Appends the steps of one CTA of the one-launch forward: dg_mega_moe_tile's own fields, then what a tile is.
+// Appends the steps of one CTA of a one-launch direction: dg_mega_moe_tile's own fields, then what a tile is.
 static int append_mega_moe_tiles(PyObject* list, const dg_mega_moe_schedule* s, const int* ends, int cta, int num_ctas) {
   dg_mega_moe_cursor cursor;
   dg_mega_moe_begin(s, ends, cta, num_ctas, &cursor);
-  dg_mega_moe_tile t = {0};
-  while (dg_mega_moe_next_tile(s, ends, &cursor, &t)) {
-    const int past = t.step == DG_MEGA_MOE_ROUND_END;
-    PyObject* tuple = Py_BuildValue("(iiiiiiiii)", t.step, t.round, past ? 0 : t.block, t.gemm.group, past ? 0 : t.gemm.m_begin, t.gemm.num_rows,
-                                    past ? 0 : t.gemm.n_begin, past ? 0 : t.gemm.k_end, past ? 0 : t.gemm.share);
+  dg_mega_moe_tile t;
+  for (;;) {
+    memset(&t, 0, sizeof t);  // a ROUND_END leaves most of it
+    if (!dg_mega_moe_next_tile(s, ends, &cursor, &t)) return 0;
+    PyObject* tuple = Py_BuildValue("(iiiiiiiiiiiiI)", t.step, t.round, t.block, t.block_rows, t.gemm.group, t.gemm.m_begin, t.gemm.num_rows,
+                                    t.gemm.n_begin, t.gemm.k_begin, t.gemm.k_end, t.gemm.carry_in | t.gemm.carry_out << 1, t.gemm.share, t.k_before);
     const int failed = !tuple || PyList_Append(list, tuple) < 0;
     Py_XDECREF(tuple);
     if (failed) return -1;
   }
-  return 0;
 }
 
 static PyObject* mega_moe_tiles(PyObject* module, PyObject* const* args, Py_ssize_t nargs) {
   (void)module;
   static const dg_int_arg expected[] = {
-      {"block_n1", 1, 1024}, {"block_n2", 1, 1024},         {"cluster", 1, 2},           {"band", 1, 1024},    {"intermediate_hidden", 1, 1 << 20},
-      {"hidden", 1, 1 << 20}, {"capacity_rows", 1, INT32_MAX}, {"unit_rows", 1, INT32_MAX}, {"lag_tiles", 0, INT32_MAX},
-      {"cta", 0, 1 << 20},   {"num_ctas", 1, 1 << 20}};
+      {"backward", 0, 1}, {"wanted", 0, 7}, {"saved_rounds", 0, 1}, {"accumulate", 0, 1}, {"block_n", 64, 1024}, {"cluster", 1, 2}, {"band", 1, 1024},
+      {"intermediate_hidden", 1, 1 << 20}, {"hidden", 1, 1 << 20}, {"capacity_rows", 1, INT32_MAX}, {"unit_rows", 1, INT32_MAX},
+      {"lag_tiles", 0, INT32_MAX}, {"cta", 0, 1 << 20}, {"num_ctas", 1, 1 << 20}};
   enum { kInts = sizeof(expected) / sizeof(expected[0]) };
   int64_t v[kInts], wide[DG_MEGA_MOE_MAX_EXPERTS];
   int ends[DG_MEGA_MOE_MAX_EXPERTS];
@@ -108,15 +109,19 @@ static PyObject* mega_moe_tiles(PyObject* module, PyObject* const* args, Py_ssiz
   const Py_ssize_t groups = dg_read_int_sequence("mega_moe_tiles", entry, args[kInts], DG_MEGA_MOE_MAX_EXPERTS, wide);
   if (groups < 0) return NULL;
   for (Py_ssize_t i = 0; i < groups; i++) ends[i] = (int)wide[i];
-  dg_mega_moe_schedule s = {.num_groups = (int)groups, .capacity_rows = (int)v[6], .unit_rows = (int)v[7], .lag_tiles = (int)v[8]};
-  for (int step = 0; step < 2; step++) {
-    const dg_gemm_problem problem = {.kind = DG_GEMM_M_ENDS, .block_m = DG_MEGA_MOE_ROW_ALIGN, .block_n = (int)v[step], .cluster = (int)v[2],
-                                     .band = (int)v[3], .n = (int)v[4 + step], .k = (int)v[5 - step], .alignment = DG_MEGA_MOE_ROW_ALIGN};
-    s.gemm[step] = problem;
-  }
+  dg_mega_moe_schedule s = {.block_m = DG_MEGA_MOE_ROW_ALIGN, .cluster = (int)v[5], .band = (int)v[6], .num_groups = (int)groups,
+                            .capacity_rows = (int)v[9], .unit_rows = (int)v[10], .lag_tiles = (int)v[11]};
+  const dg_mega_moe_wanted wanted = {.x = v[1] & 1, .w2 = v[1] >> 1 & 1, .w13 = v[1] >> 2 & 1};
+  if (v[0]) dg_mega_moe_backward_steps(&s, (int)v[7], (int)v[8], (int)v[4], wanted, (int)v[2], (int)v[3]);
+  else dg_mega_moe_forward_steps(&s, (int)v[7], (int)v[8], (int)v[4]);
   PyObject* list = PyList_New(0);
-  if (list && append_mega_moe_tiles(list, &s, ends, (int)v[9], (int)v[10]) < 0) Py_CLEAR(list);
+  if (list && append_mega_moe_tiles(list, &s, ends, (int)v[12], (int)v[13]) < 0) Py_CLEAR(list);
   return list;
+}
+
+static PyObject* mega_moe_steps(PyObject* module, PyObject* unused) {
+  (void)module, (void)unused;
+  return Py_BuildValue("(ssssssss)", "gemm1", "gemm2", "dgrad2", "dgrad1", "wgrad2", "wgrad_gate", "wgrad_up", "round_end");
 }
 
 PyMethodDef dg_views_schedule_methods[] = {
@@ -129,6 +134,8 @@ PyMethodDef dg_views_schedule_methods[] = {
               "gemm_tiles(kind, block_m, block_n, cluster, band, m, n, k, num_groups, window_begin, window_end, alignment, store_empty, cta, num_ctas, layout)\n"
               "-> the tiles of one CTA in order: (group, m_begin, num_rows, n_begin, k_begin, k_end, carry_in, carry_out, share)"),
     DG_METHOD("mega_moe_tiles", mega_moe_tiles, METH_FASTCALL,
-              "mega_moe_tiles(block_n1, block_n2, cluster, band, intermediate_hidden, hidden, capacity_rows, unit_rows, lag_tiles, cta, num_ctas, group_ends)\n"
-              "-> the steps of one CTA in order: (step, round, block, group, m_begin, num_rows, n_begin, k, share); step: 0 GEMM 1, 1 GEMM 2, 2 round end"),
+              "mega_moe_tiles(backward, wanted, saved_rounds, accumulate, block_n, cluster, band, intermediate_hidden, hidden, capacity_rows, unit_rows,\n"
+              "lag_tiles, cta, num_ctas, group_ends) -> the tiles of one CTA in order: (step, round, block, block_rows, group, m_begin, num_rows,\n"
+              "n_begin, k_begin, k_end, carry in | carry out << 1, share, k_before). wanted: dx | dw2 << 1 | dw13 << 2; step: a value of DG_STEP_*."),
+    DG_METHOD("mega_moe_steps", mega_moe_steps, METH_NOARGS, "mega_moe_steps() -> names of DG_STEP_* in order"),
     {0}};

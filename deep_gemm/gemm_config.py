@@ -75,7 +75,7 @@ class GemmConfig:
 
     @property
     def staging_boxes(self) -> int:
-        return {"store": self.tile.staging_boxes, "swiglu": 3, "dswiglu": 4}[self.epilogue]
+        return {"store": self.tile.staging_boxes, "swiglu": 0, "dswiglu": 3}[self.epilogue]
 
     @property
     def smem_bytes(self) -> int:

@@ -53,7 +53,7 @@ def operand_map(t: torch.Tensor, major: str, box_mn: int) -> bytes:
     return _C.tensor_map(t.data_ptr(), "bf16", (inner, rows, groups), strides, box, 128)
 
 
-def _result_map(d: torch.Tensor) -> bytes | None:
+def result_map(d: torch.Tensor) -> bytes | None:
     """Rank-3 map (n, m, groups) of d [.., m, n] in boxes of 64 rows of 128 bytes, or None when TMA cannot write it."""
     size = d.element_size()
     if d.data_ptr() % 16 or any(n > 1 and s * size % 16 for n, s in zip(d.shape[:-1], d.stride()[:-1], strict=True)):
@@ -234,7 +234,7 @@ def launch(
     a_major, b_major = ("mn", "mn") if kind == "k_ends" else ("k" if a is None else major_of(a), major_of(b))
     num_sms = num_sms or get_num_sms(device)
     config = choose_config(kind, a_major, b_major, d.dtype, m, n, k, num_sms, gather="none" if gather is None else gather.operand)
-    d_map = _result_map(d)
+    d_map = result_map(d)
     params = _C.pack(
         "GemmParams",
         **_common_fields(config, a, b, gather, m=m, n=n, k=k, layout=layout, num_groups=num_groups, window=window, alignment=alignment),
@@ -320,19 +320,18 @@ def launch_swiglu(x, w_gate, w_up, a, group_ends, gate: Gate, *, z=None, rows=No
     """a[rows of g] = act(z + bias) (times the row's weight), z = x[rows of g] @ [w_gate[g]; w_up[g]]^T, in one launch.
 
     x [C, H], w_gate and w_up [G, I, H] (K-major, any group stride), a [C, I], z [C, 2I] or None: not stored; BF16. Rows between a group's end and
-    the next multiple of 128 hold nothing afterwards. rows: as in `launch_m_grouped`.
+    the next multiple of 128 stay as they are. rows: as in `launch_m_grouped`.
     """
     gather = None if rows is None else Gather("a", x, rows)
     device, num_sms = x.device.index, num_sms or get_num_sms(x.device.index)
     config = choose_config("m_ends", "k", "k", a.dtype, *a.shape, x.shape[1], num_sms, "swiglu", "a" if gather else "none")
-    maps = {"z_gate_map": bytes(128), "z_up_map": bytes(128)} if z is None else gated_halves("z", z)
     params = _C.pack(
         "GemmGatedParams",
         **_gated_fields(config, x, w_gate, a, group_ends, gate, gather, window),
-        **maps,
+        **gate_up_fields(z),
         b_up=operand_map(w_up, "k", config.tile.block_n // 2),
-        dz_gate_map=bytes(128),
-        dz_up_map=bytes(128),
+        z_gate_map=bytes(128),
+        z_up_map=bytes(128),
         row_dp=0,
         row_dp_stride=0,
         save_z=z is not None,
@@ -353,7 +352,7 @@ def launch_dswiglu(dy, w2, z, dz, act, row_dp, group_ends, gate: Gate, *, rows=N
         "GemmGatedParams",
         **_gated_fields(config, dy, w2.transpose(1, 2), act, group_ends, gate, gather, window),
         **gated_halves("z", z),
-        **gated_halves("dz", dz),
+        **gate_up_fields(dz),
         b_up=bytes(128),
         row_dp=row_dp.data_ptr(),
         row_dp_stride=row_dp.stride(0),
@@ -371,8 +370,15 @@ def _gated_fields(config: GemmConfig, source, weight, d, group_ends, gate: Gate,
     a = None if gather else source
     common = _common_fields(config, a, weight, gather, m=d.shape[0], n=d.shape[1], k=source.shape[1], layout=group_ends,
                             num_groups=weight.shape[0], window=window, alignment=GROUP_ALIGNMENT)  # fmt: skip
-    unused = {"d": 0, "carry_in": 0, "carry_out": 0, "ldd": 0, "d_group_stride": 0, "accumulate": False, "d_has_map": True}
-    return common | unused | vars(gate) | {"d_map": gated_map(d)}
+    unused = {"d_map": bytes(128), "carry_in": 0, "carry_out": 0, "d_group_stride": 0, "accumulate": False, "d_has_map": False}
+    return common | unused | vars(gate) | {"d": d.data_ptr(), "ldd": d.stride(0)}
+
+
+def gate_up_fields(z: torch.Tensor | None) -> dict[str, int]:
+    """Where the gated epilogues write the halves of z [rows, 2I], or of its gradient; None: nowhere."""
+    if z is None:
+        return {"gate_out": 0, "up_out": 0, "gate_up_ld": 0}
+    return {"gate_out": z.data_ptr(), "up_out": z.data_ptr() + z.shape[1] // 2 * z.element_size(), "gate_up_ld": z.stride(0)}
 
 
 def gated_halves(name: str, z: torch.Tensor) -> dict[str, bytes]:

@@ -1,6 +1,8 @@
-"""The one-launch forward of Mega MoE on CUDA (docs/fused_forward.md).
+"""Mega MoE on CUDA in one launch per direction (docs/fused_forward.md, docs/fused_backward.md).
 
-config.py     the variants of the kernel, and which one serves a shape
+config.py     the variants of the kernels, and which one serves a shape
+launch.py     arguments that both directions take
 forward.py    one launch: its arguments from a problem and the buffer's memory
-backend.py    FusedBackend: forward in one launch, backward of the staged backend
+backward.py   the same for the backward
+backend.py    FusedBackend
 """

@@ -1,4 +1,4 @@
-"""The CUDA backend whose forward is one launch per rank."""
+"""The CUDA backend whose directions are one launch per rank each."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from deep_gemm import _C, gemm_launch, jit
-from deep_gemm.mega.backend import Problem
-from deep_gemm.mega.fused.config import choose_config
-from deep_gemm.mega.fused.forward import pack
+from deep_gemm.mega.backend import Gradients, Problem, WeightGrads
+from deep_gemm.mega.fused import backward, forward
+from deep_gemm.mega.fused.config import WGRAD_DTYPES, FusedConfig, choose_config
 from deep_gemm.mega.staged.backend import StagedBackend
+from deep_gemm.mega.staged.backward import Wanted, allocate
 from deep_gemm.mega.staged.call import current_stream
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ for a peer that waits for this rank's NCCL would wait for ever. NCCL_MAX_CTAS=8 
 
 
 class FusedBackend(StagedBackend):
-    """`Backend` (mega/backend.py): forward in one launch (fused/forward.py); backward as StagedBackend.
+    """`Backend` (mega/backend.py): forward and backward in one launch each (fused/forward.py, fused/backward.py). What the backward's launch does not
+    have (`backward.can_run`: expert biases, a gradient of W2 alone) is StagedBackend's.
 
     save="recompute": A computes nothing, B is the launch, so that a recomputation of A (activation checkpointing) costs nothing. save="preact": A is
     the launch, which makes z and y; B copies y out of `a`.
@@ -34,10 +36,14 @@ class FusedBackend(StagedBackend):
 
     def __init__(self, buffer: MegaMoeBuffer):
         super().__init__(buffer)
+        self._device = buffer.device
         shared = self._resources.num_sms  # of a device that virtual ranks share: their launches must start side by side
         self._cooperative = shared is None
         self._config = choose_config(buffer.hidden, shared or gemm_launch.get_num_sms(buffer.device.index))
-        self._kernel = jit.load(self._config.spec(), buffer.device.index)
+        self._kernels = {}
+        for config in (self._config, *(self._config.backward(dtype) for dtype in WGRAD_DTYPES)):
+            if buffer.num_ranks > 1 or config == self._config:  # with peers nothing may be compiled at a call: `load_kernels`
+                self._kernel(config)
 
     def gemm1(self, problem: Problem) -> tuple[Tensor, Tensor]:
         z = problem.x.new_empty(self.fake_shapes(problem)[1])
@@ -55,14 +61,30 @@ class FusedBackend(StagedBackend):
             return (0,), (0,)
         return tuple(problem.x.shape), super().fake_shapes(problem)[1]
 
+    def backward(self, problem: Problem, dy: Tensor, z: Tensor, needs: frozenset[str], grads: WeightGrads) -> Gradients:
+        wanted = Wanted.of(needs)
+        if not needs or not backward.can_run(problem, wanted, grads):
+            return super().backward(problem, dy, z, needs, grads)
+        made = allocate(problem, wanted, grads)
+        config, num_ctas, saved_z = self._config.backward(backward.wgrad_dtype(grads)), self._num_ctas(problem.buffer), z if z.numel() else None
+        params = backward.pack(self._resources, problem, dy, saved_z, wanted, made, grads.accumulate, config, num_ctas)
+        self._start(config, params, num_ctas)
+        problem.buffer.mark_published(None)
+        return made
+
     def _launch(self, problem: Problem, z: Tensor | None) -> Tensor:
         y = torch.empty_like(problem.x)
         num_ctas = self._num_ctas(problem.buffer)
-        params = pack(self._resources, problem, y, z, self._config, num_ctas)
-        self._kernel.launch(
-            params, num_ctas, self._config.smem_bytes, current_stream(problem.buffer.device), self._config.cluster, self._cooperative
-        )
+        self._start(self._config, forward.pack(self._resources, problem, y, z, self._config, num_ctas), num_ctas)
         return y
+
+    def _start(self, config: FusedConfig, params: bytes, num_ctas: int) -> None:
+        self._kernel(config).launch(params, num_ctas, config.smem_bytes, current_stream(self._device), config.cluster, self._cooperative)
+
+    def _kernel(self, config: FusedConfig) -> jit.LoadedKernel:
+        if config not in self._kernels:
+            self._kernels[config] = jit.load(config.spec(), self._device.index)
+        return self._kernels[config]
 
     def _num_ctas(self, buffer: MegaMoeBuffer) -> int:
         num_sms = self._resources.num_sms or gemm_launch.get_num_sms(buffer.device.index) - (RESERVED_SMS if buffer.num_ranks > 1 else 0)

@@ -1,42 +1,53 @@
-"""Variants of the fused forward kernel."""
+"""Variants of the fused kernels."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from deep_gemm import _C
-from deep_gemm.gemm_config import BLOCK_K, BLOCK_M, LONG_K, THREADS
+from deep_gemm.gemm_config import BLOCK_K, BLOCK_M, D_TYPES, LONG_K, THREADS
 from deep_gemm.jit import CppType, KernelSpec
 
-NUM_STAGES, BLOCK_N = 4, 192
-SWIGLU_BOXES = 3  # staging of the SwiGLU epilogue
-UNIT_ROWS = 1024  # of one expert that GEMM 1, and later GEMM 2, takes in one go: with their activations they stay in the L2
-LAG_WAVES = 2  # of GEMM 1 tiles between the GEMM 1 and the GEMM 2 of a unit: the epilogue's stores have long landed
+NUM_STAGES, BLOCK_N = 4, _C.mega_moe_constants()["block_n"]
+FORWARD_BOXES, BACKWARD_BOXES = 3, 4  # staging of the SwiGLU and dSwiGLU epilogues
+UNIT_ROWS = 1024  # of one expert that a GEMM, and later the next one, takes in one go: with what passes between them they stay in the L2
+LAG_WAVES = 2  # of a GEMM's tiles between a unit and the same unit of the next GEMM: the epilogue's stores have long landed
 
 
 @dataclass(frozen=True)
-class ForwardConfig:
-    """One compiled variant. cluster: CTAs that share operand tiles; band: row blocks that sweep the columns together."""
+class FusedConfig:
+    """One compiled variant. cluster: CTAs that share operand tiles; band: row blocks that sweep the columns together; wgrad_dtype: of the
+    weight gradients, backward; None: forward."""
 
     cluster: int = 1
     band: int = 8
+    wgrad_dtype: torch.dtype | None = None
+
+    @property
+    def direction(self) -> str:
+        return "forward" if self.wgrad_dtype is None else "backward"
 
     @property
     def name(self) -> str:
-        return f"sm90_mega_moe_forward_bf16_pp{BLOCK_N}c{self.cluster}b{self.band}"
+        gradient = "" if self.wgrad_dtype is None else f"_dw_{D_TYPES[self.wgrad_dtype][0]}"
+        return f"sm90_mega_moe_{self.direction}_bf16_pp{BLOCK_N}c{self.cluster}b{self.band}{gradient}"
 
     @property
     def smem_bytes(self) -> int:
-        return _C.mega_moe_forward_smem_bytes(BLOCK_N, NUM_STAGES)
+        return _C.mega_moe_smem_bytes(self.direction == "backward", BLOCK_N, NUM_STAGES)
 
     def spec(self) -> KernelSpec:
+        params = f"MegaMoe{self.direction.capitalize()}Params"
+        gradient = {} if self.wgrad_dtype is None else {"D": CppType(D_TYPES[self.wgrad_dtype][1])}
         return KernelSpec(
             name=self.name,
-            header="deep_gemm/kernels/sm90_mega_moe_forward.cuh",
-            entry="deep_gemm::kernels::sm90_mega_moe_forward",
-            params="MegaMoeForwardParams",
+            header=f"deep_gemm/kernels/sm90_mega_moe_{self.direction}.cuh",
+            entry=f"deep_gemm::kernels::sm90_mega_moe_{self.direction}",
+            params=params,
             config={
-                "Params": CppType("MegaMoeForwardParams"),
+                "Params": CppType(params),
                 "kPingPong": True,
                 "kCluster": self.cluster,
                 "kBand": self.band,
@@ -44,21 +55,28 @@ class ForwardConfig:
                 "kBlockN": BLOCK_N,
                 "kBlockK": BLOCK_K,
                 "kNumStages": NUM_STAGES,
-                "kStagingBoxes": SWIGLU_BOXES,
+                "kStagingBoxes": FORWARD_BOXES if self.wgrad_dtype is None else BACKWARD_BOXES,
+                **gradient,
             },
             threads=THREADS,
             arch="sm_90a",
         )
 
+    def backward(self, wgrad_dtype: torch.dtype) -> FusedConfig:
+        """The backward variant that goes with this one."""
+        return replace(self, wgrad_dtype=wgrad_dtype)
 
-ALONE, SHARED = ForwardConfig(), ForwardConfig(cluster=2, band=16)
+
+ALONE, SHARED = FusedConfig(), FusedConfig(cluster=2, band=16)
+WGRAD_DTYPES = (torch.bfloat16, torch.float32)
 CONFIGS = [ALONE, SHARED]
+BACKWARD_CONFIGS = [config.backward(dtype) for config in CONFIGS for dtype in WGRAD_DTYPES]
 
 
-def choose_config(hidden: int, num_sms: int) -> ForwardConfig:
+def choose_config(hidden: int, num_sms: int) -> FusedConfig:
     """As the GEMMs were measured apart (gemm_table.json): clusters of 2, but for a long contraction in GEMM 1."""
     return ALONE if num_sms < SHARED.cluster or hidden >= LONG_K else SHARED
 
 
 def shipped_specs() -> list[KernelSpec]:
-    return [config.spec() for config in CONFIGS]
+    return [config.spec() for config in CONFIGS + BACKWARD_CONFIGS]

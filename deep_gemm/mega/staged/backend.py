@@ -11,7 +11,7 @@ from deep_gemm import environment, jit
 from deep_gemm.gemm_config import choose_config
 from deep_gemm.gemm_launch import get_num_sms
 from deep_gemm.mega.backend import Gradients, Problem, WeightGrads
-from deep_gemm.mega.fused.config import choose_config as choose_forward
+from deep_gemm.mega.fused.config import choose_config as choose_fused
 from deep_gemm.mega.staged import backward, forward
 from deep_gemm.mega.staged.call import Resources
 from deep_gemm.mega.staged.faults import FaultRecords
@@ -116,7 +116,7 @@ def gemm_specs(settings: MegaMoeSettings, num_sms: int) -> list[jit.KernelSpec]:
 
 
 def load_kernels(settings: MegaMoeSettings, num_sms: int, device_index: int) -> None:
-    """Loads every GEMM, and the fused forward, that calls can use. With peers nothing may be compiled at a call: a rank with a warm cache would wait in a barrier for one
+    """Loads every GEMM, and the fused forward, that calls can use (FusedBackend loads its backward). With peers nothing may be compiled at a call: a rank with a warm cache would wait in a barrier for one
     that compiles, perhaps longer than DG_TIMEOUT_S; and in a process that runs several ranks, loading while a kernel waits could block."""
-    for spec in [*gemm_specs(settings, num_sms), choose_forward(settings.hidden, num_sms).spec()]:
+    for spec in [*gemm_specs(settings, num_sms), choose_fused(settings.hidden, num_sms).spec()]:
         jit.load(spec, device_index)

@@ -18,7 +18,7 @@ from deep_gemm.mega.staged.call import Call, Resources
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class Wanted:
     """Which work `needs` asks for."""
 
     x: bool
@@ -27,6 +27,10 @@ class _Wanted:
     w2: bool
     b13: bool
     b2: bool
+
+    @classmethod
+    def of(cls, needs: frozenset[str]) -> Wanted:
+        return cls(**{name: name in needs for name in cls.__dataclass_fields__})
 
     @property
     def dz(self) -> bool:
@@ -46,8 +50,8 @@ def backward(resources: Resources, problem: Problem, dy: Tensor, saved_z: Tensor
     """saved_z: z of round 0 as `gemm1` returned it, or empty."""
     if not needs:
         return Gradients()
-    wanted = _Wanted(**{name: name in needs for name in _Wanted.__dataclass_fields__})
-    made = _allocate(problem, wanted, grads)
+    wanted = Wanted.of(needs)
+    made = allocate(problem, wanted, grads)
     call = Call(resources, problem)
     call.publish("backward_publish", dy=dy, detail=wanted.detail)
     for index in range(call.layout.rounds):
@@ -59,7 +63,9 @@ def backward(resources: Resources, problem: Problem, dy: Tensor, saved_z: Tensor
     return made
 
 
-def _allocate(problem: Problem, wanted: _Wanted, grads: WeightGrads) -> Gradients:
+def allocate(problem: Problem, wanted: Wanted, grads: WeightGrads) -> Gradients:
+    """The tensors to write: those given, and new ones."""
+
     def like(target: Tensor | None, tensor: Tensor | None, asked: bool) -> Tensor | None:
         if not asked or tensor is None:
             return None
@@ -85,7 +91,7 @@ class _Round:
     call: Call
     problem: Problem
     index: int
-    wanted: _Wanted
+    wanted: Wanted
     made: Gradients
     accumulate: bool
 

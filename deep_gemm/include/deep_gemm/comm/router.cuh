@@ -1,4 +1,4 @@
-// The first part of the fused forward, all threads: what this rank shows its peers, and the plan of where rows go.
+// The first part of a fused launch, all threads: what this rank shows its peers, and the plan of where rows go.
 //
 // Entries are shared out in order: CTA c has those of its warps, each a run of a multiple of 32. A stable counting sort over experts: counts per warp in
 // shared memory and per CTA in cta_counts, so that an entry's place depends on the routing only.
@@ -35,7 +35,7 @@ struct Router {
     const bool aborted = control.aborted;  // then nothing is published, and the plan is empty
     clear_counters();
     if (!aborted) {
-      if (params.num_ranks > 1) copy_x();
+      if (params.num_ranks > 1) publish_rows();
       count();
     }
     grid.sync([] {});
@@ -43,9 +43,8 @@ struct Router {
     grid.sync([&] { publish(); });
   }
 
-  // All threads of CTA 0. The launches of all ranks must be fused ones: peers read what staged launches do not publish.
-  __device__ __forceinline__ void pass_barrier(dg_u32 phase, dg_u32 pending_after) const {
-    const dg_u32 tag = phase == DG_PHASE_reuse ? phase : phase | 1u << DG_TAG_DETAIL_SHIFT;
+  // All threads of CTA 0. The launches of all ranks must be fused ones, which their tags say: peers read what staged launches do not publish.
+  __device__ __forceinline__ void pass_barrier(dg_u32 tag, dg_u32 pending_after) const {
     if (params.num_ranks > 1) SystemBarrier<Params>{params, *pointer<MegaMoeControl>(params.control), smem.first_bad}.run(tag, pending_after);
     __syncthreads();
   }
@@ -61,15 +60,27 @@ struct Router {
   __device__ __forceinline__ int last_entry() const { return min(num_entries(), first_entry() + entries_per_warp()); }
 
   __device__ __forceinline__ void clear_counters() const {
-    for (int i = blockIdx.x * kThreads + threadIdx.x; i < params.num_blocks; i += gridDim.x * kThreads)
-      pointer<unsigned>(params.x_ready)[i] = pointer<unsigned>(params.act_ready)[i] = 0;
-    if (blockIdx.x == 0 && threadIdx.x == 0) pointer<MegaMoeGrid>(params.grid)->rounds_done = 0;
+    for (int i = blockIdx.x * kThreads + threadIdx.x; i < DG_NUM_READY * params.num_blocks; i += gridDim.x * kThreads)
+      pointer<unsigned>(params.ready)[i] = 0;
+    auto* grid_counters = pointer<MegaMoeGrid>(params.grid);
+    if (blockIdx.x == 0 && threadIdx.x == 0) grid_counters->x_rows = grid_counters->dz_tiles = 0;
   }
 
-  __device__ __forceinline__ void copy_x() const {
+  // Backward publishes dy and the routing weights, too.
+  __device__ __forceinline__ void publish_rows() const {
+    copy_rows(params.x, params.x_offset);
+    if constexpr (requires { params.dy_offset; }) {
+      copy_rows(params.dy, params.dy_offset);
+      auto* weights = peer_pointer<float>(params.symm, params.rank, params.weights_offset);
+      for (int i = blockIdx.x * kThreads + threadIdx.x; i < num_entries(); i += gridDim.x * kThreads) weights[i] = pointer<const float>(params.weights)[i];
+    }
+    ptx::fence_proxy_async();  // peers read rows by bulk copies
+  }
+
+  __device__ __forceinline__ void copy_rows(dg_field_pointer source, dg_i64 offset) const {
     constexpr int kInFlight = 4;
-    const auto* from = pointer<const uint4>(params.x);
-    auto* to = peer_pointer<uint4>(params.symm, params.rank, params.x_offset);
+    const auto* from = pointer<const uint4>(source);
+    auto* to = peer_pointer<uint4>(params.symm, params.rank, offset);
     const dg_i64 num_vectors = static_cast<dg_i64>(params.num_tokens) * params.hidden / 8, stride = static_cast<dg_i64>(gridDim.x) * kThreads;
     for (dg_i64 i = static_cast<dg_i64>(blockIdx.x) * kThreads + threadIdx.x; i < num_vectors; i += kInFlight * stride) {
       uint4 v[kInFlight] = {};
@@ -80,7 +91,6 @@ struct Router {
       for (int j = 0; j < kInFlight; ++j)
         if (i + j * stride < num_vectors) ptx::st_global_na_v4(to + i + j * stride, v[j]);
     }
-    ptx::fence_proxy_async();  // peers read it by bulk copies
   }
 
   __device__ __forceinline__ void count() const {
@@ -164,7 +174,7 @@ struct Router {
     const bool aborted = pointer<const MegaMoeControl>(params.control)->aborted;
     if (threadIdx.x == 0 && !aborted) publish_id_fault(params, peer_pointer<MegaMoeIdFault>(params.symm, params.rank, params.id_fault_offset));
     __syncthreads();
-    pass_barrier(DG_PHASE_forward_publish, 1);
+    pass_barrier(params.publish_tag, 1);
     make_plan<kThreads>(params, smem.scan);
   }
 };

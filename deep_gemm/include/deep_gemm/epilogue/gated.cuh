@@ -1,22 +1,31 @@
-// Epilogues of the two GEMMs next to the gated activation, for a pool of rows (kind M_ENDS). Both write whole blocks of 64 rows: rows between a
-// group's end and the next multiple of 128 hold nothing afterwards.
+// Epilogues of the two GEMMs next to the gated activation, for a pool of rows (kind M_ENDS). Rows between a group's end and the next multiple of 128
+// are not touched.
 //
 //   SwigluEpilogue   GEMM 1. The tile holds kBlockN / 2 gate columns, then the same columns of up:
 //                    a = act(z + b13) [ * p ], and z itself if save_z. z is rounded to BF16 first, as backward will read it.
-//   DswigluEpilogue  dgrad 2. The tile is dA' = dy W2; z comes by TMA:
+//   DswigluEpilogue  dgrad 2. The tile is dA' = dy W2; z comes by TMA in boxes of 64 rows x 32 columns (64-byte swizzle):
 //                    dZ = p act'(z + b13) dA',  A' = p a,  row_dp[n block][row] = sum of dA' a over the tile's columns.
 //
-// Results leave in boxes of 64 rows x 32 columns (64-byte swizzle). dZ may overwrite z: a thread reads its elements before it writes them.
+// Results go from registers to memory: the four threads that share a row swap what they have until each has 16 neighbouring bytes. Through shared
+// memory and TMA every 64 x 32 results cost two barriers and a wait for TMA, three quarters of the epilogue's time (docs/perf/mega_moe_forward.md).
+// dZ may overwrite z: TMA has read an element before it is written.
 #pragma once
 #include <cuda_bf16.h>
 #include <deep_gemm/epilogue/staging.cuh>
 #include <deep_gemm/epilogue/swiglu.cuh>
+#include <deep_gemm/epilogue/vector.cuh>
 #include <deep_gemm/layout/gemm_params.h>
 #include <deep_gemm/schedule/gemm_tiles.h>
 
 namespace deep_gemm {
 
 constexpr int kGatedColumns = 32, kGatedBoxBytes = kWgmmaM * kGatedColumns * 2;
+
+// The GEMM tile of a tile that may have a step and a round, too (schedule/mega_moe_tiles.h).
+template <class Tile>
+__device__ __forceinline__ const dg_gemm_tile& gemm_of(const Tile& tile) {
+  if constexpr (requires { tile.round; }) return tile.gemm; else return tile;
+}
 
 // Two neighbouring columns of one row.
 struct Pair { float x, y; };
@@ -48,9 +57,31 @@ struct GatedInputs {
     gate.x += g.x, gate.y += g.y, up.x += u.x, up.y += u.y;
   }
   __device__ __forceinline__ float row_weight(int row) const {
-    return params.row_weight ? *reinterpret_cast<const float*>(params.row_weight + row * params.row_weight_stride) : 1.f;
+    // From the L2: a fused launch has written it.
+    return params.row_weight ? ptx::ld_global_cg_f32(reinterpret_cast<const float*>(params.row_weight + row * params.row_weight_stride)) : 1.f;
   }
 };
+
+// The four threads of a quad hold word j of chunk j of one row; afterwards each holds the four words of the chunk of its number.
+__device__ __forceinline__ void gather_chunk(uint32_t (&word)[4], int quad) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool high = quad & bit;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j & bit) continue;
+      uint32_t &low_word = word[j], &high_word = word[j | bit];
+      const uint32_t other = __shfl_xor_sync(~0u, high ? low_word : high_word, bit);
+      if (high) low_word = other; else high_word = other;
+    }
+  }
+}
+
+// Columns column + 8 * quad .. + 7 of a row; `word` as for gather_chunk. All lanes of a warp together; exists: this thread's chunk does.
+__device__ __forceinline__ void store_chunk_of_quad(dg_field_pointer base, dg_i64 ld, int row, int column, int quad, uint32_t (&word)[4], bool exists) {
+  gather_chunk(word, quad);
+  if (exists) ptx::st_global_na_v4(reinterpret_cast<__nv_bfloat16*>(base) + row * ld + column + 8 * quad, make_uint4(word[0], word[1], word[2], word[3]));
+}
 
 // The 8 accumulators that a thread has of one of its two rows of a box: half step i = 2 * (64-row block * kBoxes + box) + half, in [kBegin, kEnd).
 // Registers have no index, so a tree of branches finds them. Half steps are a loop, not unrolled: straight-line code for all of them would be
@@ -69,26 +100,17 @@ __device__ __forceinline__ void take_half(int i, const Acc (&acc)[kAtoms], float
   }
 }
 
-// z is saved in the first round of tiles that have rounds (schedule/mega_moe_tiles.h).
-template <class Config>
+// Tiles that have rounds (schedule/mega_moe_tiles.h): z is saved in the first. kActivates: a is made; else only z, in every round.
+template <class Config, bool kActivates = true>
 struct SwigluEpilogue {
   static constexpr int kColumns = Config::kBlockN / 2, kBoxes = kColumns / kGatedColumns;
   static_assert(kColumns % kGatedColumns == 0);
   using Acc = Accumulator<Config::kBlockN>;
-  struct Storage {
-    static constexpr int kSets = 2;  // in turn
-    struct Set {
-      uint8_t gate[kGatedBoxBytes], up[kGatedBoxBytes], act[kGatedBoxBytes];
-    };
-    alignas(1024) Set set[kSets];
-  };
-  static_assert(sizeof(Storage) == Config::kStagingBoxes * DG_GEMM_BOX_BYTES);
+  struct Storage {};
   using Params = typename Config::Params;
 
   const Params& params;
-  Storage& storage;
   const int first_row;  // of the tile that is this warpgroup's
-  const Warpgroup warpgroup;
 
   __device__ __forceinline__ void begin(const dg_gemm_tile&) const {}
 
@@ -99,63 +121,56 @@ struct SwigluEpilogue {
     for (int i = 0; i < 2 * kAtoms * kBoxes; ++i) {
       const int step = i / 2, half = i % 2, row = first_row + step / kBoxes * kWgmmaM, column = tile.n_begin + step % kBoxes * kGatedColumns;
       if (row >= tile.num_rows || column >= params.n) continue;
-      auto& set = storage.set[step % Storage::kSets];
-      // Boxes that are left out may make two steps in a row use one set: the first of a block of rows waits for all.
-      if (half == 0) step % kBoxes == 0 ? warpgroup.template wait_until_read<0>() : warpgroup.template wait_until_read<1>();
       float gate[kGatedValues], up[kGatedValues];
       take_half<0, 2 * kAtoms * kBoxes, kBoxes, 0>(i, acc, gate);
       take_half<0, 2 * kAtoms * kBoxes, kBoxes, kColumns>(i, acc, up);
-      if (GatedInputs<Params>{params}.is_plain()) half_step<true>(set, work, row, column, half, gate, up);
-      else half_step<false>(set, work, row, column, half, gate, up);
-      if (half == 0) continue;
-      warpgroup.sync_for_tma();
-      if (Warpgroup::leader()) store(set, column, tile.m_begin + row, saves_z(work));
+      if (GatedInputs<Params>{params}.is_plain()) half_step<true>(work, row, column, half, gate, up);
+      else half_step<false>(work, row, column, half, gate, up);
     }
   }
-  __device__ __forceinline__ void finish() const {
-    if (Warpgroup::leader()) cute::tma_store_wait<0>();
-  }
+  __device__ __forceinline__ void finish() const {}
 
  private:
   template <class Tile>
-  __device__ __forceinline__ static const dg_gemm_tile& gemm_of(const Tile& tile) {
-    if constexpr (requires { tile.round; }) return tile.gemm; else return tile;
-  }
-  template <class Tile>
   __device__ __forceinline__ bool saves_z(const Tile& tile) const {
-    if constexpr (requires { tile.round; }) return params.save_z && tile.round == 0; else return params.save_z;
+    if constexpr (!kActivates) return true;
+    else if constexpr (requires { tile.round; }) return params.save_z && tile.round == 0;
+    else return params.save_z;
   }
 
   // kPlain: no bias and PlainSwiglu. Compiled apart, as fewer instructions and no branch let the compiler work on several pairs at a time.
   template <bool kPlain, class Tile>
-  __device__ __forceinline__ void half_step(typename Storage::Set& set, const Tile& work, int row, int column, int half,
-                                            const float (&gate)[kGatedValues], const float (&up)[kGatedValues]) const {
+  __device__ __forceinline__ void half_step(const Tile& work, int row, int column, int half, const float (&gate)[kGatedValues],
+                                            const float (&up)[kGatedValues]) const {
     const dg_gemm_tile& tile = gemm_of(work);
-    const int thread = ptx::thread_index_anew() % 128, quad = thread % 4, in_box = Acc::row(thread, half);
-    const GatedInputs<Params> inputs{params};
-    const auto constants = inputs.template constants<kPlain>();
-    const float weight = row + in_box < tile.num_rows ? inputs.row_weight(tile.m_begin + row + in_box) : 0.f;
+    const int thread = ptx::thread_index_anew() % 128, quad = thread % 4, in_tile = row + Acc::row(thread, half), pool_row = tile.m_begin + in_tile;
+    const bool exists = in_tile < tile.num_rows && column + 8 * quad < params.n;
+    uint32_t gate_word[kGatedValues / 2], up_word[kGatedValues / 2];
 #pragma unroll
-    for (int j = 0; j < kGatedValues / 2; ++j) {
-      const int at = box_offset<64>(in_box, j) + quad * 4;
-      const uint32_t gate_word = pack_pair(gate[2 * j], gate[2 * j + 1]), up_word = pack_pair(up[2 * j], up[2 * j + 1]);
-      Pair g = unpack_pair(gate_word), u = unpack_pair(up_word);
-      if constexpr (!kPlain) inputs.add_bias(g, u, tile.group, column + 8 * j + 2 * quad);
-      const uint32_t act = pack_pair(weight * swiglu(g.x, u.x, constants), weight * swiglu(g.y, u.y, constants));
-      *reinterpret_cast<uint32_t*>(set.act + at) = act;
-      if (!saves_z(work)) continue;
-      *reinterpret_cast<uint32_t*>(set.gate + at) = gate_word;
-      *reinterpret_cast<uint32_t*>(set.up + at) = up_word;
+    for (int j = 0; j < kGatedValues / 2; ++j)
+      gate_word[j] = pack_pair(gate[2 * j], gate[2 * j + 1]), up_word[j] = pack_pair(up[2 * j], up[2 * j + 1]);
+    if constexpr (kActivates) {
+      uint32_t act_word[kGatedValues / 2];
+      activate<kPlain>(tile, in_tile, column + 2 * quad, gate_word, up_word, act_word);
+      store_chunk_of_quad(params.d, params.ldd, pool_row, column, quad, act_word, exists);
     }
+    if (!saves_z(work)) return;
+    store_chunk_of_quad(params.gate_out, params.gate_up_ld, pool_row, column, quad, gate_word, exists);
+    store_chunk_of_quad(params.up_out, params.gate_up_ld, pool_row, column, quad, up_word, exists);
   }
 
-  __device__ __forceinline__ void store(const typename Storage::Set& set, int column, int row, bool save_z) const {
-    cute::SM90_TMA_STORE_2D::copy(&params.d_map, set.act, column, row);
-    if (save_z) {
-      cute::SM90_TMA_STORE_2D::copy(&params.z_gate_map, set.gate, column, row);
-      cute::SM90_TMA_STORE_2D::copy(&params.z_up_map, set.up, column, row);
+  template <bool kPlain>
+  __device__ __forceinline__ void activate(const dg_gemm_tile& tile, int in_tile, int column, const uint32_t (&gate)[kGatedValues / 2],
+                                           const uint32_t (&up)[kGatedValues / 2], uint32_t (&act)[kGatedValues / 2]) const {
+    const GatedInputs<Params> inputs{params};
+    const auto constants = inputs.template constants<kPlain>();
+    const float weight = in_tile < tile.num_rows ? inputs.row_weight(tile.m_begin + in_tile) : 0.f;
+#pragma unroll
+    for (int j = 0; j < kGatedValues / 2; ++j) {
+      Pair g = unpack_pair(gate[j]), u = unpack_pair(up[j]);
+      if constexpr (!kPlain) inputs.add_bias(g, u, tile.group, column + 8 * j);
+      act[j] = pack_pair(weight * swiglu(g.x, u.x, constants), weight * swiglu(g.y, u.y, constants));
     }
-    cute::tma_store_arrive();
   }
 };
 
@@ -181,11 +196,8 @@ struct DswigluEpilogue {
     struct Z {
       uint8_t gate[kGatedBoxBytes], up[kGatedBoxBytes];
     };
-    alignas(1024) Z z[kSets];  // in turn; the gradient overwrites it
-    uint8_t act[2][kGatedBoxBytes];
+    alignas(1024) Z z[kSets];  // in turn
   };
-  static_assert(sizeof(Storage) == Config::kStagingBoxes * DG_GEMM_BOX_BYTES);
-
   using Params = typename Config::Params;
 
   const Params& params;
@@ -194,77 +206,82 @@ struct DswigluEpilogue {
   const Warpgroup warpgroup;
   DswigluState& state;
 
-  // Before the tile is multiplied: z of the first steps starts on its way, that of the others comes closer, to the L2.
-  __device__ __forceinline__ void begin(const dg_gemm_tile& tile) const {
+  // Before the tile is multiplied: z of the first steps starts on its way, that of the others comes closer, to the L2. A fused launch calls the two
+  // halves: rows that it has written itself are there only after the multiplication, and so is the staging that two warpgroups share.
+  template <class Tile>
+  __device__ __forceinline__ void begin(const Tile& work) const {
+    start(work);
+    prefetch(work, kSets);
+  }
+  template <class Tile>
+  __device__ __forceinline__ void start(const Tile& work) const {
+    const dg_gemm_tile& tile = gemm_of(work);
     const int thread = threadIdx.x % 128;
     if (thread < tile.num_rows - first_row) state.weight[thread] = GatedInputs<Params>{params}.row_weight(tile.m_begin + first_row + thread);
-    if (Warpgroup::leader()) {
-      cute::tma_store_wait<0>();
-      for (int step = 0; step < kSets; ++step) load(tile, step);
-      for (int step = kSets; step < Config::kBlockM / kWgmmaM * kBoxes; ++step) prefetch(tile, step);
-    }
+    if (Warpgroup::leader())
+      for (int step = 0; step < kSets; ++step) load(work, step);
     warpgroup.sync();
   }
+  template <class Tile>
+  __device__ __forceinline__ void prefetch(const Tile& work, int first) const {
+    if (!Warpgroup::leader()) return;
+    for (int step = first; step < Config::kBlockM / kWgmmaM * kBoxes; ++step) {
+      cute::SM90_TMA_LOAD_2D::PREFETCH::copy(z_map(work, true), column_of(gemm_of(work), step), row_of(gemm_of(work), step));
+      cute::SM90_TMA_LOAD_2D::PREFETCH::copy(z_map(work, false), column_of(gemm_of(work), step), row_of(gemm_of(work), step));
+    }
+  }
 
-  // Rows that are not there, and columns past the end, take their steps too: TMA fills them with zeros and leaves them out.
-  template <int kAtoms>
-  __device__ __forceinline__ void run(const dg_gemm_tile& tile, const Acc (&acc)[kAtoms]) const {
+  // Rows that are not there, and columns past the end, take their steps too: TMA fills them with zeros, and they are not stored.
+  template <class Tile, int kAtoms>
+  __device__ __forceinline__ void run(const Tile& work, const Acc (&acc)[kAtoms]) const {
+    const dg_gemm_tile& tile = gemm_of(work);
     constexpr int kSteps = kAtoms * kBoxes;
     static_assert(kSteps % (2 * kSets) == 0, "the barriers of all sets are in phase 0 again after a tile");
     static_assert(kAtoms * kWgmmaM == Config::kBlockM, "a warpgroup has whole tiles: ping-pong");
 #pragma unroll 1
     for (int i = 0; i < 2 * kSteps; ++i) {
       const int step = i / 2, half = i % 2, row = step / kBoxes * kWgmmaM;
-      if (half == 0) {
-        state.loaded[step % kSets].wait(step / kSets % 2);
-      } else if (step > 0 && Warpgroup::leader()) {
-        // What the step before stored has been read: its set of z may be loaded, and, after this step, its box of A' be written. In the middle of
-        // a step, so that nobody waits for TMA to read it.
-        cute::tma_store_wait<0>();
-        if (step + kSets - 1 < kSteps) load(tile, step + kSets - 1);
-      }
+      if (half == 0) state.loaded[step % kSets].wait(step / kSets % 2);
       float da[kGatedValues];
       take_half<0, 2 * kSteps, kBoxes, 0>(i, acc, da);
-      if (GatedInputs<Params>{params}.is_plain()) half_step<true>(storage.z[step % kSets], storage.act[step % 2], tile, row, step % kBoxes, half, da);
-      else half_step<false>(storage.z[step % kSets], storage.act[step % 2], tile, row, step % kBoxes, half, da);
+      if (GatedInputs<Params>{params}.is_plain()) half_step<true>(storage.z[step % kSets], tile, row, step % kBoxes, half, da);
+      else half_step<false>(storage.z[step % kSets], tile, row, step % kBoxes, half, da);
       if (half == 0) continue;
-      warpgroup.sync_for_tma();
-      if (Warpgroup::leader() && row < tile.num_rows) store(step, tile.n_begin + step % kBoxes * kGatedColumns, tile.m_begin + row);
+      warpgroup.sync();  // all have read the step's z
+      if (Warpgroup::leader() && step + kSets < kSteps) load(work, step + kSets);
     }
   }
-  __device__ __forceinline__ void finish() const {
-    if (Warpgroup::leader()) cute::tma_store_wait<0>();
-  }
+  __device__ __forceinline__ void finish() const {}
 
  private:
   __device__ __forceinline__ static int column_of(const dg_gemm_tile& tile, int step) { return tile.n_begin + step % kBoxes * kGatedColumns; }
   __device__ __forceinline__ static int row_of(const dg_gemm_tile& tile, int step) { return tile.m_begin + step / kBoxes * kWgmmaM; }
 
-  __device__ __forceinline__ void load(const dg_gemm_tile& tile, int step) const {
+  // Where z of a tile lies: in rounds that recompute it, where its gradient goes.
+  template <class Tile>
+  __device__ __forceinline__ const void* z_map(const Tile& tile, bool gate) const {
+    if constexpr (requires { params.saved_rounds; }) {
+      if (tile.round >= params.saved_rounds) return gate ? &params.z_again_gate_map : &params.z_again_up_map;
+    }
+    return gate ? &params.z_gate_map : &params.z_up_map;
+  }
+
+  template <class Tile>
+  __device__ __forceinline__ void load(const Tile& work, int step) const {
+    const dg_gemm_tile& tile = gemm_of(work);
     auto& z = storage.z[step % kSets];
     auto* bar = reinterpret_cast<uint64_t*>(&state.loaded[step % kSets]);
     constexpr uint64_t kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
     state.loaded[step % kSets].arrive_and_expect_tx(2 * kGatedBoxBytes);
-    cute::SM90_TMA_LOAD_2D::copy(&params.z_gate_map, bar, kHint, z.gate, column_of(tile, step), row_of(tile, step));
-    cute::SM90_TMA_LOAD_2D::copy(&params.z_up_map, bar, kHint, z.up, column_of(tile, step), row_of(tile, step));
-  }
-  __device__ __forceinline__ void prefetch(const dg_gemm_tile& tile, int step) const {
-    cute::SM90_TMA_LOAD_2D::PREFETCH::copy(&params.z_gate_map, column_of(tile, step), row_of(tile, step));
-    cute::SM90_TMA_LOAD_2D::PREFETCH::copy(&params.z_up_map, column_of(tile, step), row_of(tile, step));
-  }
-  __device__ __forceinline__ void store(int step, int column, int row) const {
-    cute::SM90_TMA_STORE_2D::copy(&params.dz_gate_map, storage.z[step % kSets].gate, column, row);
-    cute::SM90_TMA_STORE_2D::copy(&params.dz_up_map, storage.z[step % kSets].up, column, row);
-    cute::SM90_TMA_STORE_2D::copy(&params.d_map, storage.act[step % 2], column, row);
-    cute::tma_store_arrive();
+    cute::SM90_TMA_LOAD_2D::copy(z_map(work, true), bar, kHint, z.gate, column_of(tile, step), row_of(tile, step));
+    cute::SM90_TMA_LOAD_2D::copy(z_map(work, false), bar, kHint, z.up, column_of(tile, step), row_of(tile, step));
   }
 
-  // One of the two rows that a thread has of a box: in place, gate and up become their gradients. All of z is read first: the compiler cannot
-  // know that the writes do not change it.
+  // One of the two rows that a thread has of a box.
   template <bool kPlain>
-  __device__ __forceinline__ void half_step(typename Storage::Z& z, uint8_t* act, const dg_gemm_tile& tile, int row, int box, int half,
+  __device__ __forceinline__ void half_step(const typename Storage::Z& z, const dg_gemm_tile& tile, int row, int box, int half,
                                             const float (&da)[kGatedValues]) const {
-    const int thread = ptx::thread_index_anew() % 128, quad = thread % 4, in_box = Acc::row(thread, half);
+    const int thread = ptx::thread_index_anew() % 128, quad = thread % 4, in_box = Acc::row(thread, half), first = tile.n_begin + box * kGatedColumns;
     const GatedInputs<Params> inputs{params};
     const auto constants = inputs.template constants<kPlain>();
     const float weight = state.weight[row + in_box];
@@ -277,7 +294,7 @@ struct DswigluEpilogue {
     }
 #pragma unroll
     for (int j = 0; j < kGatedValues / 2; ++j) {
-      const int column = tile.n_begin + box * kGatedColumns + 8 * j + 2 * quad;
+      const int column = first + 8 * j + 2 * quad;
       Pair gate = unpack_pair(gate_word[j]), up = unpack_pair(up_word[j]);
       if constexpr (!kPlain) inputs.add_bias(gate, up, tile.group, column);
       const SwigluGradient x = dswiglu(gate.x, up.x, weight * da[2 * j], constants);
@@ -285,12 +302,11 @@ struct DswigluEpilogue {
       gate_word[j] = pack_pair(x.dgate, y.dgate), up_word[j] = pack_pair(x.dup, y.dup), act_word[j] = pack_pair(weight * x.a, weight * y.a);
       dp += column < params.n ? da[2 * j] * x.a + da[2 * j + 1] * y.a : 0.f;  // past the end accumulators are undefined
     }
-#pragma unroll
-    for (int j = 0; j < kGatedValues / 2; ++j) {
-      const int at = box_offset<64>(in_box, j) + quad * 4;
-      *reinterpret_cast<uint32_t*>(z.gate + at) = gate_word[j], *reinterpret_cast<uint32_t*>(z.up + at) = up_word[j];
-      *reinterpret_cast<uint32_t*>(act + at) = act_word[j];
-    }
+    const int pool_row = tile.m_begin + row + in_box;
+    const bool exists = row + in_box < tile.num_rows && first + 8 * quad < params.n;
+    store_chunk_of_quad(params.gate_out, params.gate_up_ld, pool_row, first, quad, gate_word, exists);
+    store_chunk_of_quad(params.up_out, params.gate_up_ld, pool_row, first, quad, up_word, exists);
+    store_chunk_of_quad(params.d, params.ldd, pool_row, first, quad, act_word, exists);
     add_dp(tile, row, in_box, box, quad, dp);
   }
 

@@ -1,4 +1,4 @@
-// Epilogue of GEMM 2: each row, with the expert's bias, goes to slot (t, k) of the token's owner, in BF16.
+// Epilogue of GEMM 2, and of dgrad 1: each row, forward with the expert's bias, goes to slot (t, k) of the token's owner, in BF16.
 //
 // 64 rows are staged, each followed by 16 bytes, so that the accumulator's 8 rows lie in different banks; then one thread per row copies it in bulk,
 // to its own or a peer's memory, beside the next tile's mainloop.
@@ -37,10 +37,17 @@ struct PushEpilogue {
     if (row >= tile.num_rows) return;
     ptx::bulk_wait_read<0>();  // of this thread; any thread's row may be written by others
     warpgroup.sync();
-    if (params.b2) stage<true>(tile, acc, ::cuda::std::make_index_sequence<Config::kBlockN / 8>{});
-    else stage<false>(tile, acc, ::cuda::std::make_index_sequence<Config::kBlockN / 8>{});
+    stage(tile, acc);
     warpgroup.sync_for_tma();
     push(tile, row);
+  }
+
+  __device__ __forceinline__ void stage(const dg_gemm_tile& tile, const Acc& acc) const {
+    constexpr auto kChunks = ::cuda::std::make_index_sequence<Config::kBlockN / 8>{};
+    if constexpr (requires { params.b2; }) {
+      if (params.b2) return stage<true>(tile, acc, kChunks);
+    }
+    stage<false>(tile, acc, kChunks);
   }
 
   template <bool kBias, size_t... kChunk>
@@ -53,9 +60,11 @@ struct PushEpilogue {
   __device__ __forceinline__ void stage_chunk(const dg_gemm_tile& tile, const Acc& acc) const {
     const int thread = ptx::thread_index_anew() % 128, column = 8 * kChunk + thread % 4 * 2;
     float bias[2] = {0.f, 0.f};
-    if (kBias && tile.n_begin + column < params.hidden) {
-      const auto* b2 = pointer<const __nv_bfloat16>(params.b2) + tile.group * params.b2_stride + tile.n_begin + column;
-      bias[0] = __bfloat162float(b2[0]), bias[1] = __bfloat162float(b2[1]);
+    if constexpr (kBias) {
+      if (tile.n_begin + column < params.hidden) {
+        const auto* b2 = pointer<const __nv_bfloat16>(params.b2) + tile.group * params.b2_stride + tile.n_begin + column;
+        bias[0] = __bfloat162float(b2[0]), bias[1] = __bfloat162float(b2[1]);
+      }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

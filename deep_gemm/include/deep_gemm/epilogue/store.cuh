@@ -11,7 +11,8 @@
 
 namespace deep_gemm {
 
-template <class Config>
+// Params: GemmParams, or fields of the same names.
+template <class Config, class Params = GemmParams>
 struct StoreEpilogue {
   using D = typename Config::D;
   static constexpr bool kGroupOwnsRows = Config::kKind == DG_GEMM_M_MASKED || Config::kKind == DG_GEMM_K_ENDS;
@@ -29,10 +30,11 @@ struct StoreEpilogue {
     static_assert(sizeof(box) == kStagingBoxes * DG_GEMM_BOX_BYTES);
   };
 
-  const GemmParams& params;
+  const Params& params;
   Storage& storage;
   const int first_row;  // of the tile that is this warpgroup's
   const Warpgroup warpgroup;
+  const bool swap_carries = false;  // in odd rounds of a fused launch
 
   __device__ __forceinline__ void begin(const dg_gemm_tile&) const {}
 
@@ -48,8 +50,6 @@ struct StoreEpilogue {
   }
 
  private:
-  __device__ __forceinline__ const int* layout() const { return reinterpret_cast<const int*>(params.group_layout); }
-
   // 64 rows, the first of which is row `row` of the tile.
   __device__ __forceinline__ void run_block(const dg_gemm_tile& tile, int row, const Acc& acc) const {
     if (row >= tile.num_rows) return;
@@ -65,7 +65,7 @@ struct StoreEpilogue {
   __device__ __forceinline__ bool is_whole(const dg_gemm_tile& tile, int last) const {
     if (!params.d_has_map || (!kFloat && params.accumulate) || (kCarry && (tile.carry_in || tile.carry_out))) return false;
     if (kTmaLeavesOutRows) return true;
-    return last < tile.num_rows && (Config::kKind != DG_GEMM_M_INDEX || layout()[tile.m_begin + last] >= 0);
+    return last < tile.num_rows && row_has_group(tile.m_begin + last);
   }
 
   // ---- whole -----------------------------------------------------------------------------------------------------------------------
@@ -178,12 +178,16 @@ struct StoreEpilogue {
     const dg_i64 m = tile.m_begin + row, n = tile.n_begin + column, group = kGroupOwnsRows ? tile.group : 0;
     const bool to_carry = kCarry && tile.carry_out && params.carry_out;
     return {reinterpret_cast<D*>(params.d) + group * params.d_group_stride + m * params.ldd + n,
-            reinterpret_cast<const float*>(params.carry_in) + m * params.n + n, reinterpret_cast<float*>(params.carry_out) + m * params.n + n,
+            reinterpret_cast<const float*>(swap_carries ? params.carry_out : params.carry_in) + m * params.n + n,
+            reinterpret_cast<float*>(swap_carries ? params.carry_in : params.carry_out) + m * params.n + n,
             params.accumulate ? !to_carry : !kCarry && tile.carry_in, kCarry && tile.carry_in, to_carry};
   }
 
   // Index layout: rows marked -1 are padding and stay as they are.
-  __device__ __forceinline__ bool row_has_group(int row) const { return Config::kKind != DG_GEMM_M_INDEX || layout()[row] >= 0; }
+  __device__ __forceinline__ bool row_has_group(int row) const {
+    if constexpr (Config::kKind == DG_GEMM_M_INDEX) return reinterpret_cast<const int*>(params.group_layout)[row] >= 0;
+    else return true;
+  }
 };
 
 }  // namespace deep_gemm

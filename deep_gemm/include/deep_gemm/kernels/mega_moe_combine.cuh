@@ -40,7 +40,7 @@ __device__ __forceinline__ void mega_moe_push(const MegaMoePushParams& params) {
 // combines slots that were filled while it ran: hence loads from the L2.
 template <class Params>
 __device__ __forceinline__ F32x8 combine_columns(const Params& params, int token, int column, bool aborted) {
-  constexpr int kInFlight = 4;
+  constexpr int kInFlight = 8;
   const int first = token * params.num_topk;
   const int* expert = pointer<const int>(params.slot_expert) + first;
   const float* weight = pointer<const float>(params.weights) + first;

@@ -1,76 +1,26 @@
 // Mega MoE forward in one launch per rank, BF16 on Hopper: plan, dispatch, GEMM 1, SwiGLU, GEMM 2, combine. docs/fused_forward.md.
-//
-// Persistent: one CTA per SM, all of them resident. Two math warpgroups; in the third a warp that loads by TMA, one that walks the tile order, two
-// that dispatch. Barriers in shared memory: mainloop/sm90_operand_ring.cuh, schedule/tile_ring.cuh, kernels/sm90_bf16_gemm.cuh (turns, named
-// barriers), kernels/sm90_mega_moe_traits.cuh (dispatch). In device memory: comm/grid_barrier.cuh, x_ready, act_ready, rounds_done.
 #pragma once
-#include <cutlass/arch/reg_reconfig.h>
-#include <deep_gemm/comm/dispatch_role.cuh>
-#include <deep_gemm/comm/router.cuh>
-#include <deep_gemm/kernels/mega_moe_combine.cuh>
-#include <deep_gemm/mainloop/sm90_mega_moe_roles.cuh>
+#include <deep_gemm/kernels/sm90_mega_moe.cuh>
+#include <deep_gemm/mainloop/sm90_mega_moe_forward_roles.cuh>
 
 namespace deep_gemm::kernels {
 
 template <class Config>
-__device__ __forceinline__ void walk_mega_moe_tiles(const typename Config::Params& params, typename MegaMoeTraits<Config>::SharedStorage& smem) {
-  const int* ends = pointer<const int>(params.group_ends);
-  MegaMoeTraits<Config>::fill(smem.schedule, params);
-  dg_mega_moe_begin(&smem.schedule, ends, blockIdx.x, gridDim.x, &smem.cursor);
-  smem.tiles.run([&](dg_mega_moe_tile& tile) { return dg_mega_moe_next_tile(&smem.schedule, ends, &smem.cursor, &tile); });
-}
-
-// Everything between the plan and the combine. Afterwards this CTA's threads are together, with equal shares of registers, and all that they
-// wrote is complete. A warpgroup comes together before it changes its registers again, and the third takes its share back only when both others
-// have given theirs: a warp that is done early would take what math warps still wait for.
-template <class Config>
-__device__ __forceinline__ void multiply_experts(const typename Config::Params& params, typename MegaMoeTraits<Config>::SharedStorage& smem) {
+struct MegaMoeForward {
   using Traits = MegaMoeTraits<Config>;
-  const int warpgroup = cutlass::canonical_warp_group_idx();
-  if (warpgroup == Traits::kMathWarpgroups) {
-    cutlass::arch::warpgroup_reg_dealloc<Traits::kLoadRegisters>();
-    const int warp = cutlass::canonical_warp_idx_sync() % 4, dispatcher = warp - 2;
-    if (warp == 0) MegaMoeLoadRole<Config>{params, smem}.run();
-    if (warp == 1 && cute::elect_one_sync()) walk_mega_moe_tiles<Config>(params, smem);
-    if (warp >= 2)
-      DispatchRole<Config>{params, smem.dispatch[dispatcher], smem.dispatch_barriers[dispatcher],
-                           static_cast<int>(blockIdx.x) * DG_DISPATCH_WARPS + dispatcher, static_cast<int>(gridDim.x) * DG_DISPATCH_WARPS}.run();
-    __syncwarp();  // the schedule thread's warp is together again
-    __syncthreads();
-    cutlass::arch::warpgroup_reg_alloc<Traits::kEvenRegisters>();
-  } else {
-    cutlass::arch::warpgroup_reg_alloc<Traits::kMathRegisters>();
-    MegaMoeMathRole<Config>{params, smem, warpgroup}.run();
-    Warpgroup{2 + warpgroup}.sync();
-    cutlass::arch::warpgroup_reg_dealloc<Traits::kEvenRegisters>();
-    __syncthreads();
+  using Waits = ForwardWaits<Traits>;
+  using LoadRole = MegaMoeLoadRole<Traits, ForwardLoads<Traits>>;
+  using MathRole = MegaMoeMathRole<Traits, ForwardWork<Traits>>;
+  using Dispatch = ForwardDispatch<Traits>;
+
+  __device__ __forceinline__ static void combine(const typename Config::Params& params) {
+    combine_tokens(params, pointer<const MegaMoeControl>(params.control)->aborted);
   }
-}
+};
 
 template <class Config>
 __device__ __forceinline__ void sm90_mega_moe_forward(const typename Config::Params& params) {
-  using Traits = MegaMoeTraits<Config>;
-  using Route = Router<typename Config::Params, Traits::kThreads>;
-  extern __shared__ __align__(1024) uint8_t raw[];
-  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
-  const GridBarrier grid{&pointer<MegaMoeGrid>(params.grid)->barrier, 4 * params.timeout_ns};
-  Route route{params, *reinterpret_cast<typename Route::Storage*>(raw), grid};
-  route.run();
-  ptx::fence_proxy_async();  // bulk copies read x that peers stored, and write shared memory where ordinary accesses have been
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    smem.ring.init_barriers();
-    smem.tiles.init_barriers();
-    for (auto& turn : smem.turn) turn.init(1);
-    for (auto& warp : smem.dispatch_barriers)
-      for (auto& full : warp.full) full.init(1);
-    cutlass::arch::fence_barrier_init();
-  }
-  if constexpr (Traits::kCluster == 1) __syncthreads(); else cute::cluster_sync();
-  multiply_experts<Config>(params, smem);
-  __threadfence_system();  // rows pushed to peers
-  grid.sync([&] { route.pass_barrier(DG_PHASE_forward_push, 0); });
-  combine_tokens(params, pointer<const MegaMoeControl>(params.control)->aborted);
+  run_mega_moe<MegaMoeForward<Config>>(params);
 }
 
 }  // namespace deep_gemm::kernels

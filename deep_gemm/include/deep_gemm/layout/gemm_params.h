@@ -24,20 +24,20 @@
   F(i32, window_end) F(i32, alignment) F(i32, accumulate) F(i32, d_has_map)
 DG_DEFINE_STRUCT(GemmParams, DG_GEMM_PARAMS)
 
-// The GEMMs next to the gated activation (epilogue/gated.cuh), of kind M_ENDS; n = intermediate_hidden, d = a or A'. Results have maps of rank 2
-// with boxes of 64 rows x 32 columns.
+// The GEMMs next to the gated activation (epilogue/gated.cuh), of kind M_ENDS; n = intermediate_hidden, d = a or A'.
 // b, b_up               SwiGLU: weights of gate and up, [groups, n, k], as rank-3 maps
-// z_gate_map, z_up_map  z [m, 2n] as its two halves: written by SwiGLU if save_z, read by dSwiGLU
-// dz_gate_map, dz_up_map  dSwiGLU: gradient of z, may be z itself
+// z_gate_map, z_up_map  dSwiGLU: z [m, 2n] as its two halves, rank 2, boxes of 64 rows x 32 columns
+// gate_out, up_out      BF16 [m, n] each, row stride gate_up_ld in elements: z, written by SwiGLU if save_z; dSwiGLU: gradient of z, may be z itself
 // gate_bias, up_bias    BF16 [groups, n], group stride bias_stride in elements, or 0
 // row_weight            address of row 0's FP32 weight p, stride in bytes; 0 = 1
 // row_dp                dSwiGLU: FP32 [column tiles, row_dp_stride]
 // alpha, up_offset, clamp  deep_gemm/activation.py
+// Rows of d, gate_out and up_out begin at multiples of 16 bytes.
 #define DG_GEMM_GATED_PARAMS(F)                                                                                            \
-  DG_GEMM_PARAMS(F) F(tensor_map, b_up) F(tensor_map, z_gate_map) F(tensor_map, z_up_map) F(tensor_map, dz_gate_map)       \
-  F(tensor_map, dz_up_map) F(pointer, gate_bias) F(pointer, up_bias) F(i64, bias_stride) F(pointer, row_weight)            \
-  F(i64, row_weight_stride) F(pointer, row_dp) F(i64, row_dp_stride) F(i32, save_z) F(f32, alpha) F(f32, up_offset)        \
-  F(f32, clamp)
+  DG_GEMM_PARAMS(F) F(tensor_map, b_up) F(tensor_map, z_gate_map) F(tensor_map, z_up_map) F(pointer, gate_out)             \
+  F(pointer, up_out) F(i64, gate_up_ld) F(pointer, gate_bias) F(pointer, up_bias) F(i64, bias_stride)                      \
+  F(pointer, row_weight) F(i64, row_weight_stride) F(pointer, row_dp) F(i64, row_dp_stride) F(i32, save_z) F(f32, alpha)   \
+  F(f32, up_offset) F(f32, clamp)
 DG_DEFINE_STRUCT(GemmGatedParams, DG_GEMM_GATED_PARAMS)
 
 enum { DG_GATHER_NONE = 0, DG_GATHER_A = 1, DG_GATHER_B = 2 };

@@ -58,9 +58,15 @@ DG_DEFINE_STRUCT(MegaMoeRowMeta, DG_MEGA_MOE_ROW_META)
 #define DG_MEGA_MOE_PLACE(F) F(i32, expert) F(i32, number)
 DG_DEFINE_STRUCT(MegaMoePlace, DG_MEGA_MOE_PLACE)
 
-// What the CTAs of a fused launch meet at. barrier: comm/grid_barrier.cuh, whole life; rounds_done: math warpgroups that have left a round.
-#define DG_MEGA_MOE_GRID(F) F(u32, barrier) F(u32, rounds_done)
+// What the CTAs of a fused launch meet at. barrier: comm/grid_barrier.cuh, whole life. Counted inside one launch: x_rows: rows of x in the pool;
+// dz_tiles: dgrad 2 tiles whose results are written.
+#define DG_MEGA_MOE_GRID(F) F(u32, barrier) F(u32, x_rows) F(u32, dz_tiles)
 DG_DEFINE_STRUCT(MegaMoeGrid, DG_MEGA_MOE_GRID)
+
+// What a fused launch counts per virtual row block. x, dy: rows in the pool; gemm1, dgrad2: tiles whose results are written. And per round (there
+// are no more rounds than blocks), round_left: math warpgroups and dispatch warps that have left it. A sum over rounds would not do: one without a
+// tile in a round leaves it before others have left the one before.
+enum { DG_READY_x, DG_READY_gemm1, DG_READY_dy, DG_READY_dgrad2, DG_READY_round_left, DG_NUM_READY };
 #define DG_MEGA_MOE_MAX_CTAS 256
 
 typedef struct {
@@ -84,6 +90,9 @@ DG_SHARED dg_i64 dg_mega_moe_capacity_rows(const dg_mega_moe* s) {
 }
 DG_SHARED dg_i64 dg_mega_moe_rounds(const dg_mega_moe* s) { return dg_ceil_div(dg_mega_moe_worst_rows(s), dg_mega_moe_capacity_rows(s)); }
 DG_SHARED dg_i64 dg_mega_moe_worst_blocks(const dg_mega_moe* s) { return dg_mega_moe_worst_rows(s) / DG_MEGA_MOE_ROW_ALIGN; }
+// Column tiles of dgrad 2, each of which leaves a partial sum of dp for every row.
+#define DG_MEGA_MOE_BLOCK_N 192
+DG_SHARED dg_i64 dg_mega_moe_dp_tiles(dg_i64 intermediate_hidden) { return dg_ceil_div(intermediate_hidden, DG_MEGA_MOE_BLOCK_N); }
 DG_SHARED dg_i64 dg_mega_moe_route_smem_bytes(dg_i64 num_experts) { return num_experts * DG_MEGA_MOE_ROUTE_WARPS * 4; }
 
 // R(name, bytes): symmetric slab of one rank. "published" regions are written by their owner before the publish barrier and read by peers
@@ -92,7 +101,7 @@ DG_SHARED dg_i64 dg_mega_moe_route_smem_bytes(dg_i64 num_experts) { return num_e
 //   id_fault        published
 //   expert_offsets  published, i32 [E + 1]: entries by expert in src_list, exclusive sums
 //   src_list        published, i32 [entries]: entries sorted by expert, stable
-//   places          published by the fused forward, MegaMoePlace [entries]
+//   places          published by fused launches, MegaMoePlace [entries]
 //   weights         published, f32 [entries]
 //   x, dy           published, BF16 [max_tokens, H]; dy in backward only
 //   combine         pushed, BF16 [max_tokens, K, H]
@@ -109,29 +118,29 @@ DG_SHARED dg_i64 dg_mega_moe_route_smem_bytes(dg_i64 num_experts) { return num_e
 //   group_ends      i32 [E_l]: end of each expert's segment in virtual rows; with the next two from plan to the last push
 //   segment_begin   i32 [E_l, R]: first virtual row of (expert, source)
 //   segment_source  i32 [E_l, R]: where (expert, source) begins in the source's src_list
-//   row_meta        MegaMoeRowMeta [C], row_dp f32 [C]: one round
+//   row_meta        MegaMoeRowMeta [C], row_dp f32 [column tiles, C]: one round; staged kernels use the first C
 //   rows            BF16 [2, C, H], one round: x rows, then y rows (forward) or dy rows, overwritten by dx rows (backward). Backward with
 //                   split gate and up weights sums dx in FP32 [C, H] over both halves, after the last reader of x and dy.
 //   z               BF16 [C, 2I]: pre-activations, overwritten by their gradients; act BF16 [C, I]: a, or dA' overwritten by A'; one round
 //   carry13, carry2 f32 [2, 2I, H], [2, H, I]: weight gradients of the expert that a window cuts, all rounds of a backward call; two halves
 //                   in turn, as a round reads what the one before left for its first expert and leaves its last expert's
 //   bias_sums       f32 [E_l, 2I + H], all rounds of a backward call
-// Of the fused forward, inside one launch but for `grid`:
+// Of fused launches, inside one but for `grid`:
 //   grid            MegaMoeGrid, whole life
 //   cta_counts      i32 [CTAs, E]: entries of each CTA by expert
-//   x_ready         u32 [virtual row blocks]: rows of x in the pool; act_ready: GEMM 1 tiles of the block that are written
+//   ready           u32 [DG_NUM_READY, virtual row blocks]
 #define DG_MEGA_MOE_SCRATCH_REGIONS(R)                                                                                            \
   R(control, sizeof(MegaMoeControl)) R(slot_expert, 4 * dg_mega_moe_entries(s))                                                   \
   R(block_counts, 4 * dg_mega_moe_route_blocks(dg_mega_moe_entries(s)) * s->num_experts)                                          \
   R(group_ends, 4 * dg_mega_moe_local_experts(s)) R(segment_begin, 4 * s->num_experts) R(segment_source, 4 * s->num_experts)      \
-  R(row_meta, (dg_i64)sizeof(MegaMoeRowMeta) * dg_mega_moe_capacity_rows(s)) R(row_dp, 4 * dg_mega_moe_capacity_rows(s))           \
+  R(row_meta, (dg_i64)sizeof(MegaMoeRowMeta) * dg_mega_moe_capacity_rows(s)) R(row_dp, 4 * dg_mega_moe_dp_tiles(s->intermediate_hidden) * dg_mega_moe_capacity_rows(s))           \
   R(rows, 2 * 2 * dg_mega_moe_capacity_rows(s) * s->hidden) R(z, 2 * dg_mega_moe_capacity_rows(s) * 2 * s->intermediate_hidden)   \
   R(act, 2 * dg_mega_moe_capacity_rows(s) * s->intermediate_hidden)                                                               \
   R(carry13, dg_mega_moe_rounds(s) > 1 ? 4 * 4 * s->intermediate_hidden * s->hidden : 0)                                          \
   R(carry2, dg_mega_moe_rounds(s) > 1 ? 4 * 2 * s->hidden * s->intermediate_hidden : 0)                                               \
   R(bias_sums, 4 * dg_mega_moe_local_experts(s) * (2 * s->intermediate_hidden + s->hidden))                                       \
   R(grid, sizeof(MegaMoeGrid)) R(cta_counts, 4 * DG_MEGA_MOE_MAX_CTAS * s->num_experts)                                           \
-  R(x_ready, 4 * dg_mega_moe_worst_blocks(s)) R(act_ready, 4 * dg_mega_moe_worst_blocks(s))
+  R(ready, 4 * DG_NUM_READY * dg_mega_moe_worst_blocks(s))
 
 #define DG_SYMM_ENUM(name, bytes) DG_SYMM_##name,
 #define DG_SCRATCH_ENUM(name, bytes) DG_SCRATCH_##name,

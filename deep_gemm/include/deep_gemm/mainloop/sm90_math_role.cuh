@@ -5,7 +5,7 @@
 
 namespace deep_gemm::kernels {
 
-// One warpgroup of math: the sums of one tile after another, from the operand ring. What it needs of Traits: GemmTraits or MegaMoeTraits.
+// One warpgroup of math: the sums of one tile after another, from the operand ring. What it needs of Traits: GemmTraits or MegaMoeTiles.
 template <class Traits>
 struct Multiplier {
   using Acc = typename Traits::Acc;
@@ -29,16 +29,17 @@ struct Multiplier {
   // First row of the tile that is this warpgroup's.
   __device__ __forceinline__ int first_row() const { return Traits::kPingPong ? 0 : warpgroup * kWgmmaM; }
 
-  // acc = sum over the tile's k blocks, of which `columns` columns exist. What does not exist is left out: a second block of 64 rows, columns in
+  // acc = sum over the tile's k blocks, of which `columns` columns exist. Operands: TileA, TileB and kKGrouped, of the kernel or of the step. What does not exist is left out: a second block of 64 rows, columns in
   // steps of 64. Its accumulators stay undefined, and the epilogue does not look at them. Loops of their own, as WGMMAs under a condition would be
   // serialised.
+  template <class Operands = Traits>
   __device__ __forceinline__ void multiply(const dg_gemm_tile& tile, int columns, Acc (&acc)[Traits::kAtoms]) {
     constexpr int kAtoms = Traits::kAtoms, kN = Traits::kBlockN;
     if (Traits::kCluster > 1 && tile.num_rows == 0) pass(tile);
-    else if (kN == 192 && columns <= 64) multiply_blocks<kAtoms, 64>(tile, acc);
-    else if (kN == 192 && columns <= 128) multiply_blocks<kAtoms, 128>(tile, acc);
-    else if (kAtoms == 1 || tile.num_rows > kWgmmaM) multiply_blocks<kAtoms, kN>(tile, acc);
-    else multiply_blocks<1, kN>(tile, acc);
+    else if (kN == 192 && columns <= 64) multiply_blocks<Operands, kAtoms, 64>(tile, acc);
+    else if (kN == 192 && columns <= 128) multiply_blocks<Operands, kAtoms, 128>(tile, acc);
+    else if (kAtoms == 1 || tile.num_rows > kWgmmaM) multiply_blocks<Operands, kAtoms, kN>(tile, acc);
+    else multiply_blocks<Operands, 1, kN>(tile, acc);
   }
 
  private:
@@ -55,7 +56,7 @@ struct Multiplier {
   }
 
   // Each stage goes back to the load role one block later, when its WGMMAs are done.
-  template <int kActive, int kN>
+  template <class Operands, int kActive, int kN>
   __device__ __forceinline__ void multiply_blocks(const dg_gemm_tile& tile, Acc (&acc)[Traits::kAtoms]) {
     auto& ring = smem.ring;
     int previous = -1;
@@ -65,11 +66,11 @@ struct Multiplier {
       if (Traits::kPingPong && block == blocks - 1) end_turn();
       if (Traits::kGatherWarps > 0) ptx::fence_proxy_async_shared();  // WGMMA reads what ordinary copies wrote; here, so that those need not wait
       const int valid = tile.k_end - tile.k_begin - block * Traits::kBlockK;
-      if (Traits::kKGrouped && valid < Traits::kBlockK) zero_k_tail(valid);
+      if (Operands::kKGrouped && valid < Traits::kBlockK) zero_k_tail<Operands>(valid);
       fence<kActive>(acc);
       cute::warpgroup_arrive();
 #pragma unroll
-      for (int i = 0; i < kActive; ++i) multiply_block<kN>(acc[i], first_row() + i * kWgmmaM, block > 0);
+      for (int i = 0; i < kActive; ++i) multiply_block<Operands, kN>(acc[i], first_row() + i * kWgmmaM, block > 0);
       cute::warpgroup_commit_batch();
       fence<kActive>(acc);
       cute::warpgroup_wait<1>();
@@ -88,12 +89,13 @@ struct Multiplier {
   }
 
   // 64 rows, the first kN columns of one k block.
-  template <int kN>
+  template <class Operands, int kN>
   __device__ __forceinline__ void multiply_block(Acc& acc, int row, bool accumulate) {
 #pragma unroll
     for (int kk = 0; kk < Traits::kBlockK; kk += kWgmmaK)
-      acc.template mma<kN, Traits::TileA::kGmmaMajor, Traits::TileB::kGmmaMajor>(Traits::TileA::descriptor(smem.operands.a[at.stage], row, kk),
-          Traits::TileB::descriptor(smem.operands.b[at.stage], 0, kk), accumulate || kk > 0);
+      acc.template mma<kN, Operands::TileA::kGmmaMajor, Operands::TileB::kGmmaMajor>(
+          Operands::TileA::descriptor(smem.operands.a[at.stage], row, kk), Operands::TileB::descriptor(smem.operands.b[at.stage], 0, kk),
+          accumulate || kk > 0);
   }
 
   __device__ __forceinline__ void release(int stage) {
@@ -108,14 +110,15 @@ struct Multiplier {
 
   // Rows of k at and past `valid` belong to the next group, or to nobody and may hold NaN: both operands' rows become zero. A row of k is
   // 128 contiguous bytes of each box; the swizzle permutes inside it.
+  template <class Operands>
   __device__ __forceinline__ void zero_k_tail(int valid) {
     constexpr int kBoxesA = Traits::kBlockM / kSwizzleElements, kBoxes = kBoxesA + Traits::kBlockN / kSwizzleElements, kChunks = kSwizzleBytes / 16;
     constexpr int kThreads = Traits::kReaders * 128;
     const int rows = Traits::kBlockK - valid;
     for (int i = threadIdx.x % kThreads; i < rows * kBoxes * kChunks; i += kThreads) {
       const int chunk = i % kChunks, row = valid + i / kChunks % rows, box = i / kChunks / rows;
-      uint8_t* tile = box < kBoxesA ? smem.operands.a[at.stage] + box * Traits::TileA::kBoxBytes
-                                    : smem.operands.b[at.stage] + (box - kBoxesA) * Traits::TileB::kBoxBytes;
+      uint8_t* tile = box < kBoxesA ? smem.operands.a[at.stage] + box * Operands::TileA::kBoxBytes
+                                    : smem.operands.b[at.stage] + (box - kBoxesA) * Operands::TileB::kBoxBytes;
       reinterpret_cast<uint4*>(tile + row * kSwizzleBytes)[chunk] = make_uint4(0, 0, 0, 0);
     }
     ptx::fence_proxy_async_shared();  // WGMMA reads what ordinary stores wrote
@@ -154,6 +157,7 @@ struct MathRole {
   __device__ __forceinline__ typename Traits::Epilogue make_epilogue(int first_row) const {
     const Warpgroup threads{2 + warpgroup};
     if constexpr (Traits::kDswiglu) return {params, smem.staging[warpgroup], first_row, threads, smem.dswiglu[warpgroup]};
+    else if constexpr (Traits::kGateUp) return {params, first_row};
     else return {params, smem.staging[warpgroup], first_row, threads};
   }
 };

@@ -47,6 +47,13 @@ __device__ __forceinline__ uint4 ld_global_cg_v4(const void* p) {
   return v;
 }
 
+// The same, one number.
+__device__ __forceinline__ float ld_global_cg_f32(const float* p) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(__cvta_generic_to_global(p)) : "memory");
+  return v;
+}
+
 // PTX ISA, "ld.global.nc": 16 bytes that nobody writes while the kernel runs; streamed, so that they do not push others out of L1.
 __device__ __forceinline__ uint4 ld_global_nc_v4(const void* p) {
   uint4 v;

@@ -21,6 +21,7 @@ inline unsigned ld_acquire_gpu_u32(const unsigned* p) {
 inline void red_release_gpu_add_u32(unsigned* p, unsigned v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
 inline unsigned atom_acq_rel_gpu_add_u32(unsigned* p, unsigned v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
 inline uint4 ld_global_cg_v4(const void* p) { return *static_cast<const uint4*>(p); }
+inline float ld_global_cg_f32(const float* p) { return *p; }
 inline uint4 ld_global_nc_v4(const void* p) { return *static_cast<const uint4*>(p); }
 inline void st_global_na_v4(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
 inline u64 globaltimer_ns() {
