@@ -109,7 +109,7 @@ static PyObject* mega_moe_tiles(PyObject* module, PyObject* const* args, Py_ssiz
   const Py_ssize_t groups = dg_read_int_sequence("mega_moe_tiles", entry, args[kInts], DG_MEGA_MOE_MAX_EXPERTS, wide);
   if (groups < 0) return NULL;
   for (Py_ssize_t i = 0; i < groups; i++) ends[i] = (int)wide[i];
-  dg_mega_moe_schedule s = {.block_m = DG_MEGA_MOE_ROW_ALIGN, .cluster = (int)v[5], .band = (int)v[6], .num_groups = (int)groups,
+  dg_mega_moe_schedule s = {.cluster = (int)v[5], .band = (int)v[6], .num_groups = (int)groups,
                             .capacity_rows = (int)v[9], .unit_rows = (int)v[10], .lag_tiles = (int)v[11]};
   const dg_mega_moe_wanted wanted = {.x = v[1] & 1, .w2 = v[1] >> 1 & 1, .w13 = v[1] >> 2 & 1};
   if (v[0]) dg_mega_moe_backward_steps(&s, (int)v[7], (int)v[8], (int)v[4], wanted, (int)v[2], (int)v[3]);

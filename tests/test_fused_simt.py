@@ -188,8 +188,8 @@ FAULTS = {
     "a counts before it is stored": ("mainloop/sm90_mega_moe_roles.cuh", "  threads.sync();\n  if (Warpgroup::leader()) ptx::red", "  if (Warpgroup::leader()) ptx::red"),
     "a row counts before it is stored": (
         "comm/dispatch_role.cuh",
-        "    ptx::bulk_wait<0>();\n    ptx::fence_proxy_async();\n    unsigned count",
-        "    unsigned count",
+        "    ptx::bulk_wait<0>();\n    ptx::fence_proxy_async();\n    unsigned number",
+        "    unsigned number",
     ),
     "the pool is not waited for": ("comm/dispatch_role.cuh", "if (round > 0) wait_for_pool(round - 1);", ""),
     "rounds are counted together": (
@@ -200,7 +200,7 @@ FAULTS = {
     "staging is not waited for": ("epilogue/push.cuh", "ptx::bulk_wait_read<0>();", ""),
     "slots are combined early": (
         "kernels/sm90_mega_moe.cuh",
-        "grid.sync([&] { route.pass_barrier(params.push_tag, 0); });",
+        "grid().sync([&] { route().pass_barrier(params.push_tag, 0); });",
         "",
     ),
     "a token is fetched by nobody": ("comm/dispatch_role.cuh", "if (first != row) {", "if (true) {"),

@@ -14,51 +14,60 @@ namespace deep_gemm::kernels {
 template <class Traits>
 struct DispatchRole {
   static constexpr int kRows = 8, kLanes = 32 / kRows, kCopies = DG_MEGA_MOE_MAX_TOPK / kLanes;  // copies that a lane may have to store
+  static constexpr bool kHasDy = requires(typename Traits::Params p) { p.dy_rows; };
+  static constexpr int kMetaCounter = kHasDy ? DG_READY_dy : DG_READY_x;  // whose rows' meta data is written
   static constexpr int kSlots = DG_DISPATCH_SLOTS, kChunk = DG_DISPATCH_CHUNK, kNobody = -1, kFar = 0x7fffffff;
-  // What is copied: of this rank `own`, of a peer what it has published at `offset`; `rows` of the pool. Counted on `counter` (DG_READY_*).
-  struct Payload {
-    dg_field_pointer own;
-    dg_i64 offset;
-    dg_field_pointer rows;
-    int counter;
-  };
 
   const typename Traits::Params& params;
-  DispatchStorage& storage;
-  DispatchBarriers& barriers;
-  const int warp, num_warps;  // of all dispatch warps of the grid
+  typename Traits::SharedStorage& smem;
+  const int warp;  // of this CTA's dispatch warps
   unsigned loaded = 0, stored = 0;  // chunks so far; chunk i lies in slot i % kSlots
 
  protected:
-  // visit(round, first virtual row) of every round, with the pool free for it; after all of them but the last, the round counts as left.
+  // visit() in every round, with the pool free for it; then the round counts as left.
   template <class Visit>
   __device__ __forceinline__ void for_rounds(const Visit& visit) {
-    const int end = virtual_rows();
-    for (int round = 0, window = 0; window < end; ++round, window += params.capacity_rows) {
-      if (round > 0) wait_for_pool(round - 1);
-      visit(round, window);
+    for (barriers().round = 0; window() < virtual_rows(); barriers().round = barriers().round + 1) {
+      if (barriers().round > 0) wait_for_pool(barriers().round - 1);
+      visit();
       __syncwarp();
-      if (lane() == 0) Traits::leave_round(params, round);
+      if (lane() == 0) Traits::leave_round(params, barriers().round);
+      __syncwarp();
     }
   }
-  __device__ __forceinline__ int virtual_rows() const { return pointer<const int>(params.group_ends)[params.num_local_experts - 1]; }
-  __device__ __forceinline__ int rows_of_round(int window) const { return min(virtual_rows() - window, params.capacity_rows); }
+  // First virtual row of the present round.
+  __device__ __forceinline__ int window() const { return barriers().round * params.capacity_rows; }
+  // Read every time: not worth a register.
+  __device__ __forceinline__ int virtual_rows() const { return pointer<const volatile int>(params.group_ends)[params.num_local_experts - 1]; }
+  __device__ __forceinline__ int rows_of_round() const { return min(virtual_rows() - window(), params.capacity_rows); }
 
-  // All rows of the round, of one or two payloads. meta: whether they write the rows' meta data, too.
-  template <class... Payloads>
-  __device__ __forceinline__ void copy_round(int window, bool meta, const Payloads&... payloads) {
-    for (int first = warp * kRows; first < rows_of_round(window); first += num_warps * kRows) {
-      const Item item = take_rows(window, first, meta);
-      (copy(item, window, payloads), ...);
+  // All rows of the round that are this warp's. What is copied: kCounter, DG_READY_x or DG_READY_dy. alone: the CTA's other warp has another task.
+  template <int kCounter>
+  __device__ __forceinline__ void copy_round(bool alone) {
+    for (int first = (alone ? static_cast<int>(blockIdx.x) : grid_warp()) * kRows; first < rows_of_round();
+         first += (alone ? static_cast<int>(gridDim.x) : grid_warps()) * kRows) {
+      const Item item = take_rows<kCounter == kMetaCounter>(window(), first);
+      copy<kCounter>(item);
+      count<kCounter>(item, window());
     }
   }
+  // Of the warp's number only that number is kept in a register.
+  __device__ __forceinline__ int warp_anew() const {
+    int number = warp;
+    ptx::forget(number);
+    return number;
+  }
+  __device__ __forceinline__ DispatchBarriers& barriers() const { return smem.dispatch_barriers[warp_anew()]; }
+  __device__ __forceinline__ uint8_t* slot(int i) const { return smem.dispatch[warp_anew()].slot[i]; }
+  __device__ __forceinline__ int grid_warp() const { return static_cast<int>(blockIdx.x) * DG_DISPATCH_WARPS + warp_anew(); }
+  __device__ __forceinline__ static int grid_warps() { return static_cast<int>(gridDim.x) * DG_DISPATCH_WARPS; }
 
   // A token of rank `source` (kNobody: nothing to do), the rows of the pool that this lane stores it to.
   struct Item {
     int source, token, row[kCopies];
   };
 
-  __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ static int lane() { return ptx::thread_index_anew() % 32; }
 
   // Until everybody has left `round`.
   __device__ __forceinline__ void wait_for_pool(int round) const {
@@ -69,7 +78,8 @@ struct DispatchRole {
     ptx::fence_proxy_async();
   }
 
-  __device__ __forceinline__ Item locate(int window, int row, bool meta) const {
+  template <bool kMeta>
+  __device__ __forceinline__ Item locate(int window, int row) const {
     Item item{kNobody, 0};
 #pragma unroll
     for (int& to : item.row) to = kNobody;
@@ -84,7 +94,7 @@ struct DispatchRole {
     if (source == params.rank) {
       if (lane() % kLanes == 0) {
         item.row[0] = row;
-        if (meta) store_meta(item.source, row, entry);
+        if constexpr (kMeta) store_meta(item.source, row, entry);
       }
     } else {
       fan_out(item, segment_begin, window);
@@ -116,7 +126,8 @@ struct DispatchRole {
   }
 
   // Leaves a peer's token to the row that comes first in the pool. All lanes together.
-  __device__ __forceinline__ void leave_to_first(Item& item, int row, bool meta) const {
+  template <bool kMeta>
+  __device__ __forceinline__ void leave_to_first(Item& item, int row) const {
     int first = kFar;
 #pragma unroll
     for (int to : item.row) first = to == kNobody ? first : min(first, to);
@@ -131,7 +142,7 @@ struct DispatchRole {
     }
 #pragma unroll
     for (int i = 0; i < kCopies; ++i)
-      if (meta && item.row[i] != kNobody) store_meta(item.source, item.row[i], item.token * params.num_topk + i * kLanes + lane() % kLanes);
+      if (kMeta && item.row[i] != kNobody) store_meta(item.source, item.row[i], item.token * params.num_topk + i * kLanes + lane() % kLanes);
   }
 
   // Chunks of the batch in order: rows that have something to store, from first to last byte.
@@ -147,59 +158,79 @@ struct DispatchRole {
 
   __device__ __forceinline__ int row_bytes() const { return 2 * params.hidden; }
 
-  __device__ __forceinline__ Item take_rows(int window, int first, bool meta) const {
+  template <bool kMeta>
+  __device__ __forceinline__ Item take_rows(int window, int first) const {
     const int row = first + lane() / kLanes;
-    Item item = locate(window, row, meta);
-    leave_to_first(item, row, meta);
+    Item item = locate<kMeta>(window, row);
+    leave_to_first<kMeta>(item, row);
     return item;
   }
 
-  __device__ __forceinline__ void copy(const Item& item, int window, const Payload& payload) {
+  template <int kCounter>
+  __device__ __forceinline__ void copy(const Item& item) {
     unsigned rows = 0;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) rows |= (__shfl_sync(~0u, item.source, r * kLanes) != kNobody) << r;
     Cursor ahead{rows}, here{rows};
     while (here.rows) {
-      while (ahead.rows && loaded - stored < kSlots - 1) load(item, payload, ahead);
-      store(item, payload, here);
+      while (ahead.rows && loaded - stored < kSlots - 1) load<kCounter>(item, ahead);
+      store<kCounter>(item, here);
       if (ahead.rows) {
         ptx::bulk_wait_read<1>();  // the slot before this one is free
         __syncwarp();
       }
     }
+  }
+
+  // The rows are there.
+  template <int kCounter>
+  __device__ __forceinline__ void count(const Item& item, int window) const {
     ptx::bulk_wait<0>();
     ptx::fence_proxy_async();
-    unsigned count = 0;
+    unsigned number = 0;
 #pragma unroll
     for (int to : item.row) {
       if (to == kNobody) continue;
-      ptx::red_release_gpu_add_u32(Traits::ready(params, payload.counter, (window + to) / DG_MEGA_MOE_ROW_ALIGN), 1);
-      ++count;
+      ptx::red_release_gpu_add_u32(Traits::ready(params, kCounter, (window + to) / DG_MEGA_MOE_ROW_ALIGN), 1);
+      ++number;
     }
-    if constexpr (requires { params.dy_rows; })  // weight gradients wait for all rows of x
-      if (payload.counter == DG_READY_x && count) ptx::red_release_gpu_add_u32(&pointer<MegaMoeGrid>(params.grid)->x_rows, count);
+    if constexpr (kHasDy)  // weight gradients wait for all rows of x
+      if (kCounter == DG_READY_x && number) ptx::red_release_gpu_add_u32(&pointer<MegaMoeGrid>(params.grid)->x_rows, number);
   }
 
-  __device__ __forceinline__ void load(const Item& item, const Payload& payload, Cursor& at) {
+  // This rank's own tokens, or what a peer has published.
+  template <int kCounter>
+  __device__ __forceinline__ const char* source_of(int rank) const {
+    if constexpr (kCounter == DG_READY_x) return rank == params.rank ? pointer<const char>(params.x) : peer_pointer<const char>(params.symm, rank, params.x_offset);
+    else return rank == params.rank ? pointer<const char>(params.dy) : peer_pointer<const char>(params.symm, rank, params.dy_offset);
+  }
+  template <int kCounter>
+  __device__ __forceinline__ char* pool() const {
+    if constexpr (kCounter == DG_READY_x) return pointer<char>(params.x_rows);
+    else return pointer<char>(params.dy_rows);
+  }
+
+  template <int kCounter>
+  __device__ __forceinline__ void load(const Item& item, Cursor& at) {
     const int first_lane = at.row() * kLanes, source = __shfl_sync(~0u, item.source, first_lane), token = __shfl_sync(~0u, item.token, first_lane);
     if (lane() == 0) {
-      const char* from = source == params.rank ? pointer<const char>(payload.own) : peer_pointer<const char>(params.symm, source, payload.offset);
       const int slot = loaded % kSlots, bytes = min(kChunk, row_bytes() - at.byte);
-      barriers.full[slot].arrive_and_expect_tx(bytes);
-      ptx::bulk_load(storage.slot[slot], from + static_cast<dg_i64>(token) * row_bytes() + at.byte, bytes, &barriers.full[slot]);
+      barriers().full[slot].arrive_and_expect_tx(bytes);
+      ptx::bulk_load(this->slot(slot), source_of<kCounter>(source) + static_cast<dg_i64>(token) * row_bytes() + at.byte, bytes, &barriers().full[slot]);
     }
     ++loaded;
     at.advance(row_bytes());
   }
 
-  __device__ __forceinline__ void store(const Item& item, const Payload& payload, Cursor& at) {
+  template <int kCounter>
+  __device__ __forceinline__ void store(const Item& item, Cursor& at) {
     const int slot = stored % kSlots;
-    barriers.full[slot].wait(stored / kSlots % 2);
+    barriers().full[slot].wait(stored / kSlots % 2);
     if (lane() / kLanes == at.row()) {
 #pragma unroll
       for (int to : item.row)
         if (to != kNobody)
-          ptx::bulk_store(pointer<char>(payload.rows) + static_cast<dg_i64>(to) * row_bytes() + at.byte, storage.slot[slot],
+          ptx::bulk_store(pool<kCounter>() + static_cast<dg_i64>(to) * row_bytes() + at.byte, this->slot(slot),
                           min(kChunk, row_bytes() - at.byte));
     }
     ptx::bulk_commit();
@@ -213,36 +244,33 @@ struct ForwardDispatch : DispatchRole<Traits> {
   using Base = DispatchRole<Traits>;
 
   __device__ __forceinline__ void run() {
-    const auto& params = this->params;
-    const typename Base::Payload x{params.x, params.x_offset, params.x_rows, DG_READY_x};
-    this->for_rounds([&](int, int window) { this->copy_round(window, true, x); });
+    this->for_rounds([&] { this->template copy_round<DG_READY_x>(false); });
   }
 };
 
-// A round that recomputes z needs x with dy; else x comes after all of dy, as only the weight gradients read it. Last, dp of the round goes out.
+// A round that recomputes z needs x first and dy soon after: one warp copies x, the other dy. Else x comes after all of dy, as only the weight
+// gradients read it. Last, dp of the round goes out.
 template <class Traits>
 struct BackwardDispatch : DispatchRole<Traits> {
   using Base = DispatchRole<Traits>;
 
   __device__ __forceinline__ void run() {
     const auto& params = this->params;
-    const typename Base::Payload x{params.x, params.x_offset, params.x_rows, DG_READY_x}, dy{params.dy, params.dy_offset, params.dy_rows, DG_READY_dy};
-    this->for_rounds([&](int round, int window) {
-      if (round >= params.saved_rounds) {
-        this->copy_round(window, true, x, dy);
-      } else {
-        this->copy_round(window, true, dy);
-        if (params.wants_dw13) this->copy_round(window, false, x);
-      }
-      if (params.wants_dp) push_dp(window);
+    static_assert(DG_DISPATCH_WARPS == 2);
+    this->for_rounds([&] {
+      if (!recomputes() || this->warp == 1) this->template copy_round<DG_READY_dy>(recomputes());
+      if (recomputes() ? this->warp == 0 : params.wants_dw13) this->template copy_round<DG_READY_x>(recomputes());
+      if (params.wants_dp) push_dp(this->window());
     });
   }
 
  private:
+  __device__ __forceinline__ bool recomputes() const { return this->barriers().round >= this->params.saved_rounds; }
+
   // The partial sums of each row, in the order of the column tiles, to the owner of its token.
   __device__ __forceinline__ void push_dp(int window) const {
     const auto& params = this->params;
-    for (int first = this->warp * DG_MEGA_MOE_ROW_ALIGN; first < this->rows_of_round(window); first += this->num_warps * DG_MEGA_MOE_ROW_ALIGN) {
+    for (int first = this->grid_warp() * DG_MEGA_MOE_ROW_ALIGN; first < this->rows_of_round(); first += this->grid_warps() * DG_MEGA_MOE_ROW_ALIGN) {
       const unsigned expected = Traits::dp_tiles(params);
       if (Base::lane() == 0)
         wait_for_counter(Traits::ready(params, DG_READY_dgrad2, (window + first) / DG_MEGA_MOE_ROW_ALIGN), params.timeout_ns,

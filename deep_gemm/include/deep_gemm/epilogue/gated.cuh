@@ -83,20 +83,32 @@ __device__ __forceinline__ void store_chunk_of_quad(dg_field_pointer base, dg_i6
   if (exists) ptx::st_global_na_v4(reinterpret_cast<__nv_bfloat16*>(base) + row * ld + column + 8 * quad, make_uint4(word[0], word[1], word[2], word[3]));
 }
 
+// The same for two chunks: afterwards thread q holds columns 4q .. 4q + 3 of the 16.
+__device__ __forceinline__ void gather_half_chunk(uint32_t (&word)[2], int quad) {
+  const bool second = quad & 2, odd = quad & 1;
+  uint32_t other = __shfl_xor_sync(~0u, second ? word[0] : word[1], 2);
+  if (second) word[0] = other; else word[1] = other;
+  other = __shfl_xor_sync(~0u, odd ? word[0] : word[1], 1);
+  if (odd) word[0] = other; else word[1] = other;
+}
+// Columns column + 4 * quad .. + 3 of a row.
+__device__ __forceinline__ void store_half_chunk(dg_field_pointer base, dg_i64 ld, int row, int column, int quad, uint32_t (&word)[2], bool exists) {
+  gather_half_chunk(word, quad);
+  if (exists) ptx::st_global_na_v2(reinterpret_cast<__nv_bfloat16*>(base) + row * ld + column + 4 * quad, make_uint2(word[0], word[1]));
+}
+
 // The 8 accumulators that a thread has of one of its two rows of a box: half step i = 2 * (64-row block * kBoxes + box) + half, in [kBegin, kEnd).
-// Registers have no index, so a tree of branches finds them. Half steps are a loop, not unrolled: straight-line code for all of them would be
-// 70 KB, and spend most of its time waiting for instructions.
-constexpr int kGatedValues = kGatedColumns / 4;
-template <int kBegin, int kEnd, int kBoxes, int kFirstColumn, int kAtoms, class Acc>
-__device__ __forceinline__ void take_half(int i, const Acc (&acc)[kAtoms], float (&out)[kGatedValues]) {
+// Registers have no index, so a tree of branches finds them where i is not a constant. With kColumns = 16, steps are as many half boxes.
+template <int kBegin, int kEnd, int kBoxes, int kFirstColumn, int kColumns = kGatedColumns, int kAtoms, class Acc>
+__device__ __forceinline__ void take_half(int i, const Acc (&acc)[kAtoms], float (&out)[kColumns / 4]) {
   if constexpr (kEnd - kBegin > 1) {
     constexpr int kMiddle = (kBegin + kEnd) / 2;
-    if (i < kMiddle) take_half<kBegin, kMiddle, kBoxes, kFirstColumn>(i, acc, out);
-    else take_half<kMiddle, kEnd, kBoxes, kFirstColumn>(i, acc, out);
+    if (i < kMiddle) take_half<kBegin, kMiddle, kBoxes, kFirstColumn, kColumns>(i, acc, out);
+    else take_half<kMiddle, kEnd, kBoxes, kFirstColumn, kColumns>(i, acc, out);
   } else {
-    constexpr int kStep = kBegin / 2, kHalf = kBegin % 2, kFirst = (kFirstColumn + kStep % kBoxes * kGatedColumns) / 2;
+    constexpr int kStep = kBegin / 2, kHalf = kBegin % 2, kFirst = (kFirstColumn + kStep % kBoxes * kColumns) / 2;
 #pragma unroll
-    for (int j = 0; j < kGatedValues; ++j) out[j] = acc[kStep / kBoxes].value[kFirst + j / 2 * 4 + 2 * kHalf + j % 2];
+    for (int j = 0; j < kColumns / 4; ++j) out[j] = acc[kStep / kBoxes].value[kFirst + j / 2 * 4 + 2 * kHalf + j % 2];
   }
 }
 
@@ -114,23 +126,20 @@ struct SwigluEpilogue {
 
   __device__ __forceinline__ void begin(const dg_gemm_tile&) const {}
 
+  // Without bias, weight and with PlainSwiglu: straight on, which the epilogue's time depends on, as one warp a scheduler has nothing but neighbouring
+  // instructions to hide latencies with.
   template <class Tile, int kAtoms>
   __device__ __forceinline__ void run(const Tile& work, const Acc (&acc)[kAtoms]) const {
-    const dg_gemm_tile& tile = gemm_of(work);
+    constexpr int kSteps = 2 * kAtoms * kBoxes;
+    if (GatedInputs<Params>{params}.is_plain() && !params.row_weight) return run_straight(work, acc, ::cuda::std::make_index_sequence<kSteps>{});
 #pragma unroll 1
-    for (int i = 0; i < 2 * kAtoms * kBoxes; ++i) {
-      const int step = i / 2, half = i % 2, row = first_row + step / kBoxes * kWgmmaM, column = tile.n_begin + step % kBoxes * kGatedColumns;
-      if (row >= tile.num_rows || column >= params.n) continue;
-      float gate[kGatedValues], up[kGatedValues];
-      take_half<0, 2 * kAtoms * kBoxes, kBoxes, 0>(i, acc, gate);
-      take_half<0, 2 * kAtoms * kBoxes, kBoxes, kColumns>(i, acc, up);
-      if (GatedInputs<Params>{params}.is_plain()) half_step<true>(work, row, column, half, gate, up);
-      else half_step<false>(work, row, column, half, gate, up);
-    }
+    for (int i = 0; i < kSteps; ++i) run_half<0, kSteps, false>(work, acc, i);
   }
   __device__ __forceinline__ void finish() const {}
 
  private:
+  static constexpr int kWords = kGatedColumns / 8;  // of two columns, that a thread has of one row of a box
+
   template <class Tile>
   __device__ __forceinline__ bool saves_z(const Tile& tile) const {
     if constexpr (!kActivates) return true;
@@ -138,19 +147,34 @@ struct SwigluEpilogue {
     else return params.save_z;
   }
 
-  // kPlain: no bias and PlainSwiglu. Compiled apart, as fewer instructions and no branch let the compiler work on several pairs at a time.
+  template <class Tile, int kAtoms, size_t... kHalf>
+  __device__ __forceinline__ void run_straight(const Tile& work, const Acc (&acc)[kAtoms], ::cuda::std::index_sequence<kHalf...>) const {
+    (run_half<kHalf, kHalf + 1, true>(work, acc, kHalf), ...);
+  }
+
+  // Half step i, in [kBegin, kEnd).
+  template <int kBegin, int kEnd, bool kPlain, class Tile, int kAtoms>
+  __device__ __forceinline__ void run_half(const Tile& work, const Acc (&acc)[kAtoms], int i) const {
+    const int row = first_row + i / 2 / kBoxes * kWgmmaM, column = gemm_of(work).n_begin + i / 2 % kBoxes * kGatedColumns;
+    if (row >= gemm_of(work).num_rows || column >= params.n) return;
+    float gate[2 * kWords], up[2 * kWords];
+    take_half<kBegin, kEnd, kBoxes, 0>(i, acc, gate);
+    take_half<kBegin, kEnd, kBoxes, kColumns>(i, acc, up);
+    half_step<kPlain>(work, row, column, i % 2, gate, up);
+  }
+
+  // One of the two rows that a thread has of a box.
   template <bool kPlain, class Tile>
-  __device__ __forceinline__ void half_step(const Tile& work, int row, int column, int half, const float (&gate)[kGatedValues],
-                                            const float (&up)[kGatedValues]) const {
+  __device__ __forceinline__ void half_step(const Tile& work, int row, int column, int half, const float (&gate)[2 * kWords],
+                                            const float (&up)[2 * kWords]) const {
     const dg_gemm_tile& tile = gemm_of(work);
     const int thread = ptx::thread_index_anew() % 128, quad = thread % 4, in_tile = row + Acc::row(thread, half), pool_row = tile.m_begin + in_tile;
     const bool exists = in_tile < tile.num_rows && column + 8 * quad < params.n;
-    uint32_t gate_word[kGatedValues / 2], up_word[kGatedValues / 2];
+    uint32_t gate_word[kWords], up_word[kWords];
 #pragma unroll
-    for (int j = 0; j < kGatedValues / 2; ++j)
-      gate_word[j] = pack_pair(gate[2 * j], gate[2 * j + 1]), up_word[j] = pack_pair(up[2 * j], up[2 * j + 1]);
+    for (int j = 0; j < kWords; ++j) gate_word[j] = pack_pair(gate[2 * j], gate[2 * j + 1]), up_word[j] = pack_pair(up[2 * j], up[2 * j + 1]);
     if constexpr (kActivates) {
-      uint32_t act_word[kGatedValues / 2];
+      uint32_t act_word[kWords];
       activate<kPlain>(tile, in_tile, column + 2 * quad, gate_word, up_word, act_word);
       store_chunk_of_quad(params.d, params.ldd, pool_row, column, quad, act_word, exists);
     }
@@ -160,16 +184,18 @@ struct SwigluEpilogue {
   }
 
   template <bool kPlain>
-  __device__ __forceinline__ void activate(const dg_gemm_tile& tile, int in_tile, int column, const uint32_t (&gate)[kGatedValues / 2],
-                                           const uint32_t (&up)[kGatedValues / 2], uint32_t (&act)[kGatedValues / 2]) const {
+  __device__ __forceinline__ void activate(const dg_gemm_tile& tile, int in_tile, int column, const uint32_t (&gate)[kWords],
+                                           const uint32_t (&up)[kWords], uint32_t (&act)[kWords]) const {
     const GatedInputs<Params> inputs{params};
     const auto constants = inputs.template constants<kPlain>();
-    const float weight = in_tile < tile.num_rows ? inputs.row_weight(tile.m_begin + in_tile) : 0.f;
+    const float weight = !kPlain && in_tile < tile.num_rows ? inputs.row_weight(tile.m_begin + in_tile) : 1.f;
 #pragma unroll
-    for (int j = 0; j < kGatedValues / 2; ++j) {
+    for (int j = 0; j < kWords; ++j) {
       Pair g = unpack_pair(gate[j]), u = unpack_pair(up[j]);
       if constexpr (!kPlain) inputs.add_bias(g, u, tile.group, column + 8 * j);
-      act[j] = pack_pair(weight * swiglu(g.x, u.x, constants), weight * swiglu(g.y, u.y, constants));
+      Pair a = {swiglu(g.x, u.x, constants), swiglu(g.y, u.y, constants)};
+      if constexpr (!kPlain) a.x *= weight, a.y *= weight;
+      act[j] = pack_pair(a.x, a.y);
     }
   }
 };
@@ -234,19 +260,18 @@ struct DswigluEpilogue {
   // Rows that are not there, and columns past the end, take their steps too: TMA fills them with zeros, and they are not stored.
   template <class Tile, int kAtoms>
   __device__ __forceinline__ void run(const Tile& work, const Acc (&acc)[kAtoms]) const {
-    const dg_gemm_tile& tile = gemm_of(work);
     constexpr int kSteps = kAtoms * kBoxes;
     static_assert(kSteps % (2 * kSets) == 0, "the barriers of all sets are in phase 0 again after a tile");
     static_assert(kAtoms * kWgmmaM == Config::kBlockM, "a warpgroup has whole tiles: ping-pong");
 #pragma unroll 1
-    for (int i = 0; i < 2 * kSteps; ++i) {
-      const int step = i / 2, half = i % 2, row = step / kBoxes * kWgmmaM;
-      if (half == 0) state.loaded[step % kSets].wait(step / kSets % 2);
-      float da[kGatedValues];
-      take_half<0, 2 * kSteps, kBoxes, 0>(i, acc, da);
-      if (GatedInputs<Params>{params}.is_plain()) half_step<true>(storage.z[step % kSets], tile, row, step % kBoxes, half, da);
-      else half_step<false>(storage.z[step % kSets], tile, row, step % kBoxes, half, da);
-      if (half == 0) continue;
+    for (int i = 0; i < 4 * kSteps; ++i) {  // of half a box, and of it one of the two rows that a thread has
+      const int step = i / 4, row = step / kBoxes * kWgmmaM;
+      if (i % 4 == 0) state.loaded[step % kSets].wait(step / kSets % 2);
+      float da[2 * kWords];
+      take_half<0, 4 * kSteps, 2 * kBoxes, 0, kPartColumns>(i, acc, da);
+      if (GatedInputs<Params>{params}.is_plain()) part<true>(storage.z[step % kSets], gemm_of(work), row, i / 2 % (2 * kBoxes), i % 2, da);
+      else part<false>(storage.z[step % kSets], gemm_of(work), row, i / 2 % (2 * kBoxes), i % 2, da);
+      if (i % 4 < 3) continue;
       warpgroup.sync();  // all have read the step's z
       if (Warpgroup::leader() && step + kSets < kSteps) load(work, step + kSets);
     }
@@ -254,6 +279,8 @@ struct DswigluEpilogue {
   __device__ __forceinline__ void finish() const {}
 
  private:
+  static constexpr int kPartColumns = kGatedColumns / 2, kWords = kPartColumns / 8;
+
   __device__ __forceinline__ static int column_of(const dg_gemm_tile& tile, int step) { return tile.n_begin + step % kBoxes * kGatedColumns; }
   __device__ __forceinline__ static int row_of(const dg_gemm_tile& tile, int step) { return tile.m_begin + step / kBoxes * kWgmmaM; }
 
@@ -277,25 +304,20 @@ struct DswigluEpilogue {
     cute::SM90_TMA_LOAD_2D::copy(z_map(work, false), bar, kHint, z.up, column_of(tile, step), row_of(tile, step));
   }
 
-  // One of the two rows that a thread has of a box.
+  // Part of a box: 16 columns of one row. More at a time would not fit beside the accumulators.
   template <bool kPlain>
-  __device__ __forceinline__ void half_step(const typename Storage::Z& z, const dg_gemm_tile& tile, int row, int box, int half,
-                                            const float (&da)[kGatedValues]) const {
-    const int thread = ptx::thread_index_anew() % 128, quad = thread % 4, in_box = Acc::row(thread, half), first = tile.n_begin + box * kGatedColumns;
+  __device__ __forceinline__ void part(const typename Storage::Z& z, const dg_gemm_tile& tile, int row, int number, int half,
+                                       const float (&da)[2 * kWords]) const {
+    const int thread = ptx::thread_index_anew() % 128, quad = thread % 4, in_box = Acc::row(thread, half), first = tile.n_begin + number * kPartColumns;
     const GatedInputs<Params> inputs{params};
     const auto constants = inputs.template constants<kPlain>();
     const float weight = state.weight[row + in_box];
-    uint32_t gate_word[kGatedValues / 2], up_word[kGatedValues / 2], act_word[kGatedValues / 2];
+    uint32_t gate_word[kWords], up_word[kWords], act_word[kWords];
     float dp = 0.f;
 #pragma unroll
-    for (int j = 0; j < kGatedValues / 2; ++j) {
-      const int at = box_offset<64>(in_box, j) + quad * 4;
-      gate_word[j] = *reinterpret_cast<const uint32_t*>(z.gate + at), up_word[j] = *reinterpret_cast<const uint32_t*>(z.up + at);
-    }
-#pragma unroll
-    for (int j = 0; j < kGatedValues / 2; ++j) {
-      const int column = first + 8 * j + 2 * quad;
-      Pair gate = unpack_pair(gate_word[j]), up = unpack_pair(up_word[j]);
+    for (int j = 0; j < kWords; ++j) {
+      const int column = first + 8 * j + 2 * quad, at = box_offset<64>(in_box, number % 2 * kWords + j) + quad * 4;
+      Pair gate = unpack_pair(*reinterpret_cast<const uint32_t*>(z.gate + at)), up = unpack_pair(*reinterpret_cast<const uint32_t*>(z.up + at));
       if constexpr (!kPlain) inputs.add_bias(gate, up, tile.group, column);
       const SwigluGradient x = dswiglu(gate.x, up.x, weight * da[2 * j], constants);
       const SwigluGradient y = dswiglu(gate.y, up.y, weight * da[2 * j + 1], constants);
@@ -303,20 +325,20 @@ struct DswigluEpilogue {
       dp += column < params.n ? da[2 * j] * x.a + da[2 * j + 1] * y.a : 0.f;  // past the end accumulators are undefined
     }
     const int pool_row = tile.m_begin + row + in_box;
-    const bool exists = row + in_box < tile.num_rows && first + 8 * quad < params.n;
-    store_chunk_of_quad(params.gate_out, params.gate_up_ld, pool_row, first, quad, gate_word, exists);
-    store_chunk_of_quad(params.up_out, params.gate_up_ld, pool_row, first, quad, up_word, exists);
-    store_chunk_of_quad(params.d, params.ldd, pool_row, first, quad, act_word, exists);
-    add_dp(tile, row, in_box, box, quad, dp);
+    const bool exists = row + in_box < tile.num_rows && first + 4 * quad < params.n;
+    store_half_chunk(params.gate_out, params.gate_up_ld, pool_row, first, quad, gate_word, exists);
+    store_half_chunk(params.up_out, params.gate_up_ld, pool_row, first, quad, up_word, exists);
+    store_half_chunk(params.d, params.ldd, pool_row, first, quad, act_word, exists);
+    add_dp(tile, row, in_box, number, quad, dp);
   }
 
-  // The four threads of a quad hold one row. After the last box the row's sum goes out.
-  __device__ __forceinline__ void add_dp(const dg_gemm_tile& tile, int row, int in_box, int box, int quad, float dp) const {
+  // The four threads of a quad hold one row. After the last part the row's sum goes out.
+  __device__ __forceinline__ void add_dp(const dg_gemm_tile& tile, int row, int in_box, int number, int quad, float dp) const {
     dp += __shfl_xor_sync(~0u, dp, 1);
     dp += __shfl_xor_sync(~0u, dp, 2);
     if (quad != 0) return;
-    if (box > 0) dp += state.row_dp[in_box];
-    if (box < kBoxes - 1) {
+    if (number > 0) dp += state.row_dp[in_box];
+    if (number < 2 * kBoxes - 1) {
       state.row_dp[in_box] = dp;
     } else if (row + in_box < tile.num_rows) {
       reinterpret_cast<float*>(params.row_dp)[tile.n_begin / Config::kBlockN * params.row_dp_stride + tile.m_begin + row + in_box] = dp;

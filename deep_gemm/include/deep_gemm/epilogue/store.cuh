@@ -11,8 +11,25 @@
 
 namespace deep_gemm {
 
-// Params: GemmParams, or fields of the same names.
-template <class Config, class Params = GemmParams>
+// The argument of a GEMM, or any with fields of the same names.
+template <class Params>
+struct OneTarget {
+  const Params& params;
+  __device__ __forceinline__ const Params& operator*() const { return params; }
+};
+// One of several in a row. Its address is computed whenever it is used: it is not worth registers.
+template <class Params>
+struct TargetOf {
+  const Params* first;
+  const int index;
+  __device__ __forceinline__ const Params& operator*() const {
+    int i = index;
+    ptx::forget(i);
+    return first[i];
+  }
+};
+
+template <class Config, class Target = OneTarget<GemmParams>>
 struct StoreEpilogue {
   using D = typename Config::D;
   static constexpr bool kGroupOwnsRows = Config::kKind == DG_GEMM_M_MASKED || Config::kKind == DG_GEMM_K_ENDS;
@@ -21,6 +38,7 @@ struct StoreEpilogue {
   static constexpr bool kFloat = sizeof(D) == 4, kCarry = Config::kKind == DG_GEMM_K_ENDS && !kFloat;
   static constexpr int kBoxColumns = kSwizzleBytes / sizeof(D), kBoxes = Config::kBlockN / kBoxColumns;
   static constexpr int kStagingBoxes = Config::kStagingBoxes;
+  static constexpr bool kAligned = requires { Config::kAligned; };  // rows of D begin at multiples of 16 bytes and are multiples of 8 columns
   static constexpr int kColumns = 32, kRows = kWgmmaM / 4, kLanesPerRow = kColumns / 8;
   using Acc = Accumulator<Config::kBlockN>;
 
@@ -30,7 +48,7 @@ struct StoreEpilogue {
     static_assert(sizeof(box) == kStagingBoxes * DG_GEMM_BOX_BYTES);
   };
 
-  const Params& params;
+  const Target target;
   Storage& storage;
   const int first_row;  // of the tile that is this warpgroup's
   const Warpgroup warpgroup;
@@ -63,7 +81,7 @@ struct StoreEpilogue {
   }
 
   __device__ __forceinline__ bool is_whole(const dg_gemm_tile& tile, int last) const {
-    if (!params.d_has_map || (!kFloat && params.accumulate) || (kCarry && (tile.carry_in || tile.carry_out))) return false;
+    if (!(*target).d_has_map || (!kFloat && (*target).accumulate) || (kCarry && (tile.carry_in || tile.carry_out))) return false;
     if (kTmaLeavesOutRows) return true;
     return last < tile.num_rows && row_has_group(tile.m_begin + last);
   }
@@ -79,7 +97,7 @@ struct StoreEpilogue {
   template <int kBox>
   __device__ __forceinline__ void store_box(const dg_gemm_tile& tile, int row, const Acc& acc) const {
     const int column = tile.n_begin + kBox * kBoxColumns;
-    if (column >= params.n) return;
+    if (column >= (*target).n) return;
     uint8_t* box = storage.box[kBox % kStagingBoxes];
     // Boxes take turns inside 64 rows, which may end on any: their first box waits for all, the others for all but the latest stores.
     warpgroup.template wait_until_read<kBox == 0 ? 0 : kStagingBoxes - 1>();
@@ -87,8 +105,8 @@ struct StoreEpilogue {
     warpgroup.sync_for_tma();
     if (Warpgroup::leader()) {
       const int group = kGroupOwnsRows ? tile.group : 0;
-      if (params.accumulate || tile.carry_in) cute::SM90_TMA_REDUCE_ADD_3D::copy(&params.d_map, box, column, tile.m_begin + row, group);
-      else cute::SM90_TMA_STORE_3D::copy(&params.d_map, box, column, tile.m_begin + row, group);
+      if ((*target).accumulate || tile.carry_in) cute::SM90_TMA_REDUCE_ADD_3D::copy(&(*target).d_map, box, column, tile.m_begin + row, group);
+      else cute::SM90_TMA_STORE_3D::copy(&(*target).d_map, box, column, tile.m_begin + row, group);
       cute::tma_store_arrive();
     }
   }
@@ -139,8 +157,8 @@ struct StoreEpilogue {
   __device__ __forceinline__ static int chunk_offset(int row, int c) { return (c ^ row % 4) * 8; }
 
   __device__ __forceinline__ void store_rows(const dg_gemm_tile& tile, int first, const float (&rows)[kRows][32], int first_column, int lane) const {
-    const int column = lane % kLanesPerRow * 8, left = params.n - tile.n_begin - first_column - column;
-    const bool aligned = (params.n | params.ldd | params.d_group_stride) % 8 == 0 && params.d % 16 == 0;
+    const int column = lane % kLanesPerRow * 8, left = (*target).n - tile.n_begin - first_column - column;
+    const bool aligned = kAligned || (((*target).n | (*target).ldd | (*target).d_group_stride) % 8 == 0 && (*target).d % 16 == 0);
 #pragma unroll 1
     for (int r = lane / kLanesPerRow; r < kRows; r += 32 / kLanesPerRow) {
       const int row = first + r;
@@ -148,44 +166,45 @@ struct StoreEpilogue {
       const Row out = row_of(tile, row, first_column + column);
       const float* value = rows[r] + chunk_offset(r, column / 8);
       if (aligned) {
-        out.eight(load8(value));
+        store_eight(out, load8(value));
       } else {
-        for (int i = 0; i < dg_min(left, 8); ++i) out.one(i, value[i]);
+        for (int i = 0; i < dg_min(left, 8); ++i) store_one(out, i, value[i]);
       }
     }
   }
 
   // Where columns of one row of the result go: to D, or to the carry when the group goes on in a later window.
   struct Row {
-    D* d;
-    const float* carry_in;
-    float* carry_out;
+    dg_i64 d, carry;  // places in D, and in both carries
     bool add_d, add_carry, to_carry;
-
-    __device__ __forceinline__ void eight(F32x8 v) const {
-      if (kCarry && add_carry) add8(v, load8(carry_in));
-      if (add_d) add8(v, load8(d));
-      if (kCarry && to_carry) store8(carry_out, v); else store8(d, v);
-    }
-    __device__ __forceinline__ void one(int i, float v) const {
-      if (kCarry && add_carry) v += carry_in[i];
-      if (add_d) v += static_cast<float>(d[i]);
-      if (kCarry && to_carry) carry_out[i] = v; else d[i] = D(v);
-    }
   };
-
   __device__ __forceinline__ Row row_of(const dg_gemm_tile& tile, int row, int column) const {
     const dg_i64 m = tile.m_begin + row, n = tile.n_begin + column, group = kGroupOwnsRows ? tile.group : 0;
-    const bool to_carry = kCarry && tile.carry_out && params.carry_out;
-    return {reinterpret_cast<D*>(params.d) + group * params.d_group_stride + m * params.ldd + n,
-            reinterpret_cast<const float*>(swap_carries ? params.carry_out : params.carry_in) + m * params.n + n,
-            reinterpret_cast<float*>(swap_carries ? params.carry_in : params.carry_out) + m * params.n + n,
-            params.accumulate ? !to_carry : !kCarry && tile.carry_in, kCarry && tile.carry_in, to_carry};
+    const bool to_carry = kCarry && tile.carry_out && (*target).carry_out;
+    return {group * (*target).d_group_stride + m * (*target).ldd + n, m * (*target).n + n,
+            (*target).accumulate ? !to_carry : !kCarry && tile.carry_in, kCarry && tile.carry_in, to_carry};
+  }
+  __device__ __forceinline__ D* result(const Row& row) const { return reinterpret_cast<D*>((*target).d) + row.d; }
+  __device__ __forceinline__ float* carry_in(const Row& row) const {
+    return reinterpret_cast<float*>(swap_carries ? (*target).carry_out : (*target).carry_in) + row.carry;
+  }
+  __device__ __forceinline__ float* carry_out(const Row& row) const {
+    return reinterpret_cast<float*>(swap_carries ? (*target).carry_in : (*target).carry_out) + row.carry;
+  }
+  __device__ __forceinline__ void store_eight(const Row& row, F32x8 v) const {
+    if (kCarry && row.add_carry) add8(v, load8(carry_in(row)));
+    if (row.add_d) add8(v, load8(result(row)));
+    if (kCarry && row.to_carry) store8(carry_out(row), v); else store8(result(row), v);
+  }
+  __device__ __forceinline__ void store_one(const Row& row, int i, float v) const {
+    if (kCarry && row.add_carry) v += carry_in(row)[i];
+    if (row.add_d) v += static_cast<float>(result(row)[i]);
+    if (kCarry && row.to_carry) carry_out(row)[i] = v; else result(row)[i] = D(v);
   }
 
   // Index layout: rows marked -1 are padding and stay as they are.
   __device__ __forceinline__ bool row_has_group(int row) const {
-    if constexpr (Config::kKind == DG_GEMM_M_INDEX) return reinterpret_cast<const int*>(params.group_layout)[row] >= 0;
+    if constexpr (Config::kKind == DG_GEMM_M_INDEX) return reinterpret_cast<const int*>((*target).group_layout)[row] >= 0;
     else return true;
   }
 };

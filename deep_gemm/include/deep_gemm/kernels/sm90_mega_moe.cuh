@@ -36,12 +36,10 @@ __device__ __forceinline__ void multiply_experts(const typename Direction::Trait
   const int warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup == Traits::kMathWarpgroups) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kLoadRegisters>();
-    const int warp = cutlass::canonical_warp_idx_sync() % 4, dispatcher = warp - 2;
+    const int warp = cutlass::canonical_warp_idx_sync() % 4;
     if (warp == 0) typename Direction::LoadRole{params, smem}.run();
     if (warp == 1 && cute::elect_one_sync()) walk_mega_moe_tiles<Traits, typename Direction::Waits>(params, smem);
-    if (warp >= 2)
-      typename Direction::Dispatch{{params, smem.dispatch[dispatcher], smem.dispatch_barriers[dispatcher],
-                                    static_cast<int>(blockIdx.x) * DG_DISPATCH_WARPS + dispatcher, static_cast<int>(gridDim.x) * DG_DISPATCH_WARPS}}.run();
+    if (warp >= 2) typename Direction::Dispatch{{params, smem, warp - 2}}.run();
     __syncwarp();  // the schedule thread's warp is together again
     __syncthreads();
     cutlass::arch::warpgroup_reg_alloc<Traits::kEvenRegisters>();
@@ -58,11 +56,12 @@ template <class Direction>
 __device__ __forceinline__ void run_mega_moe(const typename Direction::Traits::Params& params) {
   using Traits = typename Direction::Traits;
   using Route = Router<typename Traits::Params, Traits::kThreads>;
+  // Made twice: nothing of it is worth a register of the math warps.
+  const auto grid = [&] { return GridBarrier{&pointer<MegaMoeGrid>(params.grid)->barrier, 4 * params.timeout_ns}; };
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
-  const GridBarrier grid{&pointer<MegaMoeGrid>(params.grid)->barrier, 4 * params.timeout_ns};
-  Route route{params, *reinterpret_cast<typename Route::Storage*>(raw), grid};
-  route.run();
+  const auto route = [&] { return Route{params, *reinterpret_cast<typename Route::Storage*>(raw), grid()}; };
+  route().run();
   ptx::fence_proxy_async();  // bulk copies read what peers stored, and write shared memory where ordinary accesses have been
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -72,7 +71,7 @@ __device__ __forceinline__ void run_mega_moe(const typename Direction::Traits::P
   if constexpr (Traits::kCluster == 1) __syncthreads(); else cute::cluster_sync();
   multiply_experts<Direction>(params, smem);
   __threadfence_system();  // rows pushed to peers
-  grid.sync([&] { route.pass_barrier(params.push_tag, 0); });
+  grid().sync([&] { route().pass_barrier(params.push_tag, 0); });
   Direction::combine(params);
 }
 

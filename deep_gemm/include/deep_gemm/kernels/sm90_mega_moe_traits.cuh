@@ -13,13 +13,15 @@
 
 namespace deep_gemm {
 
-// What one dispatch warp keeps in shared memory.
+// What one dispatch warp keeps in shared memory: chunks of rows.
 struct DispatchStorage {
   alignas(128) uint8_t slot[DG_DISPATCH_SLOTS][DG_DISPATCH_CHUNK];
 };
 // full[i], count 1: the lane that issues the load, with the expected bytes; a chunk has landed in slot i. Waited on by the warp.
+// round: that the warp works on. All lanes write it alike; here, as it has few registers.
 struct DispatchBarriers {
   cutlass::arch::ClusterTransactionBarrier full[DG_DISPATCH_SLOTS];
+  volatile int round;
 };
 
 namespace kernels {
@@ -72,7 +74,6 @@ struct MegaMoeTiles : StepOperands<Config, Major::kK, Major::kK> {
   };
 
   __device__ __forceinline__ static void fill(dg_mega_moe_schedule& schedule, const Params& params) {
-    schedule.block_m = kBlockM;
     schedule.cluster = kCluster;
     schedule.band = Config::kBand;
     schedule.num_groups = params.num_local_experts;
@@ -121,11 +122,12 @@ struct MegaMoeBackwardTraits : MegaMoeTiles<Config> {
   // StoreEpilogue's view of Config: a weight gradient.
   struct Store : Config {
     static constexpr int kKind = DG_GEMM_K_ENDS;
+    static constexpr bool kAligned = true;
   };
   using Recompute = SwigluEpilogue<Config, false>;
   using Dswiglu = DswigluEpilogue<Config>;
   using Push = PushEpilogue<Config>;
-  using Wgrad = StoreEpilogue<Store, WgradTarget>;
+  using Wgrad = StoreEpilogue<Store, TargetOf<WgradTarget>>;
   using DgradOperands = StepOperands<Config, Major::kK, Major::kMN>;
   using WgradOperands = StepOperands<Config, Major::kMN, Major::kMN>;
 

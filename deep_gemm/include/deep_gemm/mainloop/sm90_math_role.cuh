@@ -158,7 +158,7 @@ struct MathRole {
     const Warpgroup threads{2 + warpgroup};
     if constexpr (Traits::kDswiglu) return {params, smem.staging[warpgroup], first_row, threads, smem.dswiglu[warpgroup]};
     else if constexpr (Traits::kGateUp) return {params, first_row};
-    else return {params, smem.staging[warpgroup], first_row, threads};
+    else return {{params}, smem.staging[warpgroup], first_row, threads};
   }
 };
 

@@ -105,7 +105,9 @@ struct BackwardWork {
   __device__ __forceinline__ void hand_over_staging() const {
     ptx::bulk_wait_read<0>();
     threads().sync_for_tma();
-    if (Warpgroup::leader()) smem.staged[warpgroup ^ 1].arrive();
+    int other = warpgroup ^ 1;
+    ptx::forget(other);  // the barrier's address is not worth a register during the sums
+    if (Warpgroup::leader()) smem.staged[other].arrive();
   }
 
   __device__ __forceinline__ void finish(const dg_mega_moe_tile& tile, const Acc (&acc)[Traits::kAtoms]) const {
@@ -130,9 +132,9 @@ struct BackwardWork {
     if (Warpgroup::leader()) ptx::red_release_gpu_add_u32(&pointer<MegaMoeGrid>(params.grid)->dz_tiles, 1);
   }
 
-  __device__ __forceinline__ const WgradTarget& target(int step) const {
+  __device__ __forceinline__ TargetOf<WgradTarget> target(int step) const {
     static_assert(sizeof(WgradTarget) == DG_WGRAD_TARGET_BYTES);
-    return reinterpret_cast<const WgradTarget*>(&params.dw2_map)[step - DG_STEP_WGRAD2];
+    return {reinterpret_cast<const WgradTarget*>(&params.dw2_map), step - DG_STEP_WGRAD2};
   }
 };
 

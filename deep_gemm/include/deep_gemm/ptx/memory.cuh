@@ -63,10 +63,14 @@ __device__ __forceinline__ uint4 ld_global_nc_v4(const void* p) {
   return v;
 }
 
-// PTX ISA, "st": 16 bytes that this SM will not read again.
+// PTX ISA, "st": 16 or 8 bytes that this SM will not read again.
 __device__ __forceinline__ void st_global_na_v4(void* p, uint4 v) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
+}
+
+__device__ __forceinline__ void st_global_na_v2(void* p, uint2 v) {
+  asm volatile("st.global.L1::no_allocate.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(p)), "r"(v.x), "r"(v.y) : "memory");
 }
 
 // PTX ISA, "Special registers: %globaltimer": nanoseconds, the same on all SMs; updated about once a microsecond.

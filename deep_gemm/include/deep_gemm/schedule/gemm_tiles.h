@@ -58,7 +58,7 @@ DG_SHARED int dg_gemm_row_pairs(const dg_gemm_problem* p, int m_blocks) {
 // Cluster tiles of m_blocks x n_blocks: pairs of row blocks first, then the row blocks that are left.
 DG_SHARED int dg_gemm_cluster_tiles(const dg_gemm_problem* p, int m_blocks, int n_blocks) {
   const int pairs = dg_gemm_row_pairs(p, m_blocks), single = m_blocks - 2 * pairs;
-  return pairs * n_blocks + single * (int)dg_ceil_div(n_blocks, p->cluster);
+  return pairs * n_blocks + single * dg_ceil_div_int(n_blocks, p->cluster);
 }
 
 // Position r in rows x columns, swept in bands of `band` rows.
@@ -77,7 +77,7 @@ DG_SHARED void dg_gemm_place(const dg_gemm_problem* p, int r, int m_blocks, int 
     *share = DG_GEMM_SHARE_B;
     return;
   }
-  dg_gemm_raster(r - pairs * n_blocks, m_blocks - 2 * pairs, (int)dg_ceil_div(n_blocks, p->cluster), p->band, m_block, n_block);
+  dg_gemm_raster(r - pairs * n_blocks, m_blocks - 2 * pairs, dg_ceil_div_int(n_blocks, p->cluster), p->band, m_block, n_block);
   *m_block += 2 * pairs;
   *n_block = p->cluster * *n_block + cta;
   *share = p->cluster == 1 ? DG_GEMM_SHARE_NONE : DG_GEMM_SHARE_A;
@@ -85,13 +85,13 @@ DG_SHARED void dg_gemm_place(const dg_gemm_problem* p, int r, int m_blocks, int 
 
 // Cluster tiles of the group under the cursor, whose virtual rows are [cursor.begin, end).
 DG_SHARED int dg_gemm_group_tiles(const dg_gemm_problem* p, int begin, int end) {
-  const int n_blocks = (int)dg_ceil_div(p->n, p->block_n);
+  const int n_blocks = dg_ceil_div_int(p->n, p->block_n);
   const int rows = dg_min(end, p->window_end) - dg_max(begin, p->window_begin);
   if (p->kind == DG_GEMM_K_ENDS) {
     const int empty = begin >= end && p->store_empty && p->window_begin == 0;
-    return rows > 0 || empty ? dg_gemm_cluster_tiles(p, (int)dg_ceil_div(p->m, p->block_m), n_blocks) : 0;
+    return rows > 0 || empty ? dg_gemm_cluster_tiles(p, dg_ceil_div_int(p->m, p->block_m), n_blocks) : 0;
   }
-  return rows > 0 ? dg_gemm_cluster_tiles(p, (int)dg_ceil_div(rows, p->block_m), n_blocks) : 0;
+  return rows > 0 ? dg_gemm_cluster_tiles(p, dg_ceil_div_int(rows, p->block_m), n_blocks) : 0;
 }
 
 DG_SHARED int dg_gemm_group_end(const dg_gemm_problem* p, const int* layout, int group) {
@@ -100,14 +100,14 @@ DG_SHARED int dg_gemm_group_end(const dg_gemm_problem* p, const int* layout, int
 
 // The next tile of this CTA, or 0 when there is none. `layout` is the group table (unused when dense); for M_INDEX the per-row one.
 DG_SHARED int dg_gemm_next_tile(dg_gemm_cursor* cursor, const dg_gemm_problem* p, const int* layout, dg_gemm_tile* tile) {
-  const int n_blocks = (int)dg_ceil_div(p->n, p->block_n), t = cursor->next_tile;
+  const int n_blocks = dg_ceil_div_int(p->n, p->block_n), t = cursor->next_tile;
   int m_block = 0, n_block = 0;
   cursor->next_tile += cursor->num_clusters;
   tile->k_begin = 0;
   tile->k_end = p->k;
   tile->carry_in = tile->carry_out = 0;
   if (p->kind == DG_GEMM_M_INDEX) {
-    const int m_blocks = (int)dg_ceil_div(p->m, p->block_m);
+    const int m_blocks = dg_ceil_div_int(p->m, p->block_m);
     if (t >= dg_gemm_cluster_tiles(p, m_blocks, n_blocks)) return 0;
     dg_gemm_place(p, t, m_blocks, n_blocks, cursor->cta_in_cluster, &m_block, &n_block, &tile->share);
     tile->m_begin = m_block * p->block_m;
@@ -123,12 +123,12 @@ DG_SHARED int dg_gemm_next_tile(dg_gemm_cursor* cursor, const dg_gemm_problem* p
     const int tiles = dg_gemm_group_tiles(p, cursor->begin, end);
     if (t < cursor->first_tile + tiles) break;
     cursor->first_tile += tiles;
-    cursor->begin = p->kind == DG_GEMM_M_MASKED ? 0 : dg_max(cursor->begin, (int)dg_align(end, p->alignment));
+    cursor->begin = p->kind == DG_GEMM_M_MASKED ? 0 : dg_max(cursor->begin, dg_align_int(end, p->alignment));
   }
   const int end = dg_gemm_group_end(p, layout, cursor->group);
   const int low = dg_max(cursor->begin, p->window_begin), high = dg_min(end, p->window_end);
   const int rows_in_window = high - low, rows = p->kind == DG_GEMM_K_ENDS ? p->m : rows_in_window;
-  dg_gemm_place(p, t - cursor->first_tile, (int)dg_ceil_div(rows, p->block_m), n_blocks, cursor->cta_in_cluster, &m_block, &n_block, &tile->share);
+  dg_gemm_place(p, t - cursor->first_tile, dg_ceil_div_int(rows, p->block_m), n_blocks, cursor->cta_in_cluster, &m_block, &n_block, &tile->share);
   tile->group = cursor->group;
   tile->n_begin = n_block * p->block_n;
   tile->m_begin = m_block * p->block_m;

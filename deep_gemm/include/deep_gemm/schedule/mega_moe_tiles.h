@@ -22,15 +22,16 @@ enum {
 
 typedef struct {
   int step, block_n;
-  int m, n, k;  // over rows: n, k; over groups: m, n
+  int m, n, k;               // over rows: n, k; over groups: m, n
+  int m_blocks, n_blocks;  // how many tiles; over rows: n_blocks
 } dg_mega_moe_step;
 
 typedef struct {
   dg_mega_moe_step rows[DG_MEGA_MOE_MAX_CHAIN], groups[DG_MEGA_MOE_MAX_CHAIN];
   int num_row_steps, num_group_steps;  // at least one over rows
-  int block_m, cluster, band;
+  int cluster, band;
   int num_groups, capacity_rows;
-  int unit_rows;    // a multiple of block_m
+  int unit_rows;    // a multiple of DG_MEGA_MOE_ROW_ALIGN, the height of a tile
   int lag_tiles;    // cluster tiles
   int saved_rounds;  // of the first so many rounds, the first step over rows is left out: what it makes was saved
   int store_empty;  // an expert without rows gets a tile with an empty k range in the first round: it stores zeros
@@ -70,11 +71,15 @@ typedef struct {
 // At least one: a tile with an empty k range multiplies a block that is masked to zero, so that every tile runs the same code.
 DG_SHARED int dg_k_blocks(const dg_gemm_tile* tile) { return dg_max(1, (tile->k_end - tile->k_begin + DG_K_BLOCK - 1) / DG_K_BLOCK); }
 
+DG_SHARED dg_mega_moe_step dg_mega_moe_make_step(int step, int block_n, int m, int n, int k) {
+  const dg_mega_moe_step made = {step, block_n, m, n, k, dg_ceil_div_int(m, DG_MEGA_MOE_ROW_ALIGN), dg_ceil_div_int(n, block_n)};
+  return made;
+}
+
 // gate and up fill a tile of GEMM 1 in halves.
 DG_SHARED void dg_mega_moe_forward_steps(dg_mega_moe_schedule* s, int n, int hidden, int block_n) {
-  const dg_mega_moe_step gemm1 = {DG_STEP_GEMM1, block_n / 2, 0, n, hidden}, gemm2 = {DG_STEP_GEMM2, block_n, 0, hidden, n};
-  s->rows[0] = gemm1;
-  s->rows[1] = gemm2;
+  s->rows[0] = dg_mega_moe_make_step(DG_STEP_GEMM1, block_n / 2, 0, n, hidden);
+  s->rows[1] = dg_mega_moe_make_step(DG_STEP_GEMM2, block_n, 0, hidden, n);
   s->num_row_steps = 2;
   s->num_group_steps = s->saved_rounds = s->store_empty = 0;
 }
@@ -87,24 +92,22 @@ typedef struct {
 // GEMM 1 makes z again where it was not saved. dgrad 1 contracts over gate, then up, each to a multiple of a k block.
 DG_SHARED void dg_mega_moe_backward_steps(dg_mega_moe_schedule* s, int n, int hidden, int block_n, dg_mega_moe_wanted wanted, int saved_rounds,
                                           int accumulate) {
-  const dg_mega_moe_step gemm1 = {DG_STEP_GEMM1, block_n / 2, 0, n, hidden}, dgrad2 = {DG_STEP_DGRAD2, block_n, 0, n, hidden};
-  const dg_mega_moe_step dgrad1 = {DG_STEP_DGRAD1, block_n, 0, hidden, 2 * (int)dg_align(n, DG_K_BLOCK)};
-  const dg_mega_moe_step wgrad2 = {DG_STEP_WGRAD2, block_n, hidden, n, 0};
-  const dg_mega_moe_step gate = {DG_STEP_WGRAD_GATE, block_n, n, hidden, 0}, up = {DG_STEP_WGRAD_UP, block_n, n, hidden, 0};
-  s->num_row_steps = s->num_group_steps = 0;
-  s->rows[s->num_row_steps++] = gemm1;
-  s->rows[s->num_row_steps++] = dgrad2;
-  if (wanted.x) s->rows[s->num_row_steps++] = dgrad1;
-  if (wanted.w2) s->groups[s->num_group_steps++] = wgrad2;
-  if (wanted.w13) s->groups[s->num_group_steps++] = gate;
-  if (wanted.w13) s->groups[s->num_group_steps++] = up;
+  int rows = 0, groups = 0;
+  s->rows[rows++] = dg_mega_moe_make_step(DG_STEP_GEMM1, block_n / 2, 0, n, hidden);
+  s->rows[rows++] = dg_mega_moe_make_step(DG_STEP_DGRAD2, block_n, 0, n, hidden);
+  if (wanted.x) s->rows[rows++] = dg_mega_moe_make_step(DG_STEP_DGRAD1, block_n, 0, hidden, 2 * dg_align_int(n, DG_K_BLOCK));
+  if (wanted.w2) s->groups[groups++] = dg_mega_moe_make_step(DG_STEP_WGRAD2, block_n, hidden, n, 0);
+  if (wanted.w13) s->groups[groups++] = dg_mega_moe_make_step(DG_STEP_WGRAD_GATE, block_n, n, hidden, 0);
+  if (wanted.w13) s->groups[groups++] = dg_mega_moe_make_step(DG_STEP_WGRAD_UP, block_n, n, hidden, 0);
+  s->num_row_steps = rows;
+  s->num_group_steps = groups;
   s->saved_rounds = saved_rounds;
   s->store_empty = !accumulate;
 }
 
 // What of a step the functions of gemm_tiles.h read.
 DG_SHARED dg_gemm_problem dg_mega_moe_problem(const dg_mega_moe_schedule* s, const dg_mega_moe_step* step) {
-  const dg_gemm_problem problem = {DG_GEMM_M_ENDS, s->block_m, step->block_n, s->cluster, s->band, step->m, step->n, step->k, 0, 0, 0, 0, 0};
+  const dg_gemm_problem problem = {DG_GEMM_M_ENDS, DG_MEGA_MOE_ROW_ALIGN, step->block_n, s->cluster, s->band, step->m, step->n, step->k, 0, 0, 0, 0, 0};
   return problem;
 }
 
@@ -119,15 +122,15 @@ DG_SHARED int dg_next_unit(const dg_mega_moe_schedule* s, const int* ends, int w
       return 1;
     }
     if (end > window_end) return 0;
-    unit->group_begin = dg_max(unit->group_begin, (int)dg_align(end, DG_MEGA_MOE_ROW_ALIGN));
+    unit->group_begin = dg_max(unit->group_begin, dg_align_int(end, DG_MEGA_MOE_ROW_ALIGN));
   }
   return 0;
 }
 
-DG_SHARED int dg_unit_blocks(const dg_mega_moe_schedule* s, const dg_row_unit* unit) { return (int)dg_ceil_div(unit->end - unit->begin, s->block_m); }
+DG_SHARED int dg_unit_blocks(const dg_row_unit* unit) { return dg_ceil_div_int(unit->end - unit->begin, DG_MEGA_MOE_ROW_ALIGN); }
 DG_SHARED int dg_unit_tiles(const dg_mega_moe_schedule* s, const dg_row_unit* unit, int place) {
   const dg_gemm_problem p = dg_mega_moe_problem(s, &s->rows[place]);
-  return dg_gemm_cluster_tiles(&p, dg_unit_blocks(s, unit), (int)dg_ceil_div(p.n, p.block_n));
+  return dg_gemm_cluster_tiles(&p, dg_unit_blocks(unit), s->rows[place].n_blocks);
 }
 
 // The first step of the round's chain.
@@ -171,7 +174,7 @@ DG_SHARED int dg_mega_moe_next_rows(const dg_mega_moe_schedule* s, const int* en
   cursor->has_next[i] = dg_next_unit(s, ends, cursor->window_begin, &cursor->next[i]);
   if (i > first && cursor->has_next[i]) cursor->before_end[i] += dg_unit_tiles(s, &cursor->next[i], i - 1);
   if (i == first) {
-    cursor->blocks += dg_unit_blocks(s, &cursor->unit);
+    cursor->blocks += dg_unit_blocks(&cursor->unit);
     cursor->rows += cursor->unit.end - cursor->unit.begin;
   }
   return 1;
@@ -184,15 +187,16 @@ DG_SHARED int dg_mega_moe_next_group(const dg_mega_moe_schedule* s, const int* e
     const int low = dg_max(begin, cursor->window_begin), high = dg_min(end, window_end);
     const int wanted = low < high || (begin >= end && s->store_empty && cursor->round == 0);
     if (wanted && cursor->group_step < s->num_group_steps) {
-      const dg_gemm_problem p = dg_mega_moe_problem(s, &s->groups[cursor->group_step]);
+      const dg_mega_moe_step* step = &s->groups[cursor->group_step];
+      const dg_gemm_problem p = dg_mega_moe_problem(s, step);
       const dg_row_unit unit = {cursor->group, begin, low, high};
       cursor->unit = unit;
       cursor->is_group = 1;
       cursor->place = cursor->group_step++;
-      cursor->num_tiles = dg_gemm_cluster_tiles(&p, (int)dg_ceil_div(p.m, p.block_m), (int)dg_ceil_div(p.n, p.block_n));
+      cursor->num_tiles = dg_gemm_cluster_tiles(&p, step->m_blocks, step->n_blocks);
       return 1;
     }
-    cursor->group_begin = dg_max(begin, (int)dg_align(end, DG_MEGA_MOE_ROW_ALIGN));
+    cursor->group_begin = dg_max(begin, dg_align_int(end, DG_MEGA_MOE_ROW_ALIGN));
   }
   return 0;
 }
@@ -205,20 +209,20 @@ DG_SHARED int dg_mega_moe_next_step(const dg_mega_moe_schedule* s, const int* en
 }
 
 DG_SHARED void dg_place_rows(const dg_mega_moe_schedule* s, const dg_mega_moe_cursor* cursor, int m_block, dg_mega_moe_tile* tile) {
-  const int row = cursor->unit.begin + m_block * s->block_m;
+  const int row = cursor->unit.begin + m_block * DG_MEGA_MOE_ROW_ALIGN;
   tile->gemm.m_begin = row - cursor->window_begin;
   tile->gemm.k_begin = 0;
   tile->gemm.k_end = s->rows[cursor->place].k;
   tile->gemm.carry_in = tile->gemm.carry_out = 0;
   tile->block = row / DG_MEGA_MOE_ROW_ALIGN;
-  tile->block_rows = tile->gemm.num_rows = dg_min(s->block_m, cursor->unit.end - row);
+  tile->block_rows = tile->gemm.num_rows = dg_min(DG_MEGA_MOE_ROW_ALIGN, cursor->unit.end - row);
 }
 
 DG_SHARED void dg_place_group(const dg_mega_moe_schedule* s, const dg_mega_moe_cursor* cursor, const int* ends, int m_block, dg_mega_moe_tile* tile) {
   const dg_row_unit* unit = &cursor->unit;
   const int rows = dg_max(unit->end - unit->begin, 0), window_end = cursor->window_begin + s->capacity_rows;
-  tile->gemm.m_begin = m_block * s->block_m;
-  tile->gemm.num_rows = dg_min(s->block_m, s->groups[cursor->place].m - tile->gemm.m_begin);
+  tile->gemm.m_begin = m_block * DG_MEGA_MOE_ROW_ALIGN;
+  tile->gemm.num_rows = dg_min(DG_MEGA_MOE_ROW_ALIGN, s->groups[cursor->place].m - tile->gemm.m_begin);
   tile->gemm.k_begin = rows > 0 ? unit->begin - cursor->window_begin : 0;
   tile->gemm.k_end = tile->gemm.k_begin + rows;
   tile->gemm.carry_in = rows > 0 && unit->group_begin < cursor->window_begin;
@@ -231,8 +235,7 @@ DG_SHARED void dg_place_group(const dg_mega_moe_schedule* s, const dg_mega_moe_c
 DG_SHARED void dg_mega_moe_place(const dg_mega_moe_schedule* s, const dg_mega_moe_cursor* cursor, const int* ends, int r, dg_mega_moe_tile* tile) {
   const dg_mega_moe_step* step = cursor->is_group ? &s->groups[cursor->place] : &s->rows[cursor->place];
   const dg_gemm_problem p = dg_mega_moe_problem(s, step);
-  const int n_blocks = (int)dg_ceil_div(p.n, p.block_n);
-  const int m_blocks = cursor->is_group ? (int)dg_ceil_div(p.m, p.block_m) : dg_unit_blocks(s, &cursor->unit);
+  const int n_blocks = step->n_blocks, m_blocks = cursor->is_group ? step->m_blocks : dg_unit_blocks(&cursor->unit);
   int m_block = 0, n_block = 0;
   dg_gemm_place(&p, r, m_blocks, n_blocks, cursor->cta_in_cluster, &m_block, &n_block, &tile->gemm.share);
   tile->step = step->step;
