@@ -27,13 +27,20 @@ struct DispatchRole {
   // visit() in every round, with the pool free for it; then the round counts as left.
   template <class Visit>
   __device__ __forceinline__ void for_rounds(const Visit& visit) {
-    for (barriers().round = 0; window() < virtual_rows(); barriers().round = barriers().round + 1) {
+    set_round(0);
+    while (window() < virtual_rows()) {
       if (barriers().round > 0) wait_for_pool(barriers().round - 1);
       visit();
       __syncwarp();
       if (lane() == 0) Traits::leave_round(params, barriers().round);
-      __syncwarp();
+      set_round(barriers().round + 1);
     }
+  }
+  // All lanes have read the round before it changes, and see the new one.
+  __device__ __forceinline__ void set_round(int round) const {
+    __syncwarp();
+    if (lane() == 0) barriers().round = round;
+    __syncwarp();
   }
   // First virtual row of the present round.
   __device__ __forceinline__ int window() const { return barriers().round * params.capacity_rows; }

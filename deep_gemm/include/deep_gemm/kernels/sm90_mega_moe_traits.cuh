@@ -18,7 +18,7 @@ struct DispatchStorage {
   alignas(128) uint8_t slot[DG_DISPATCH_SLOTS][DG_DISPATCH_CHUNK];
 };
 // full[i], count 1: the lane that issues the load, with the expected bytes; a chunk has landed in slot i. Waited on by the warp.
-// round: that the warp works on. All lanes write it alike; here, as it has few registers.
+// round: that the warp works on; here, as it has few registers.
 struct DispatchBarriers {
   cutlass::arch::ClusterTransactionBarrier full[DG_DISPATCH_SLOTS];
   volatile int round;

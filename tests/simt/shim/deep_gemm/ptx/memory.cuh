@@ -24,6 +24,7 @@ inline uint4 ld_global_cg_v4(const void* p) { return *static_cast<const uint4*>(
 inline float ld_global_cg_f32(const float* p) { return *p; }
 inline uint4 ld_global_nc_v4(const void* p) { return *static_cast<const uint4*>(p); }
 inline void st_global_na_v4(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
+inline void st_global_na_v2(void* p, uint2 v) { *static_cast<uint2*>(p) = v; }
 inline u64 globaltimer_ns() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
