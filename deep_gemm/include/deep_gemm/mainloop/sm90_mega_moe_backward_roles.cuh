@@ -27,7 +27,7 @@ struct BackwardWaits : MegaMoeWaits<Traits> {
       case DG_STEP_DGRAD1:
         return this->wait_for_block(tile, DG_READY_dgrad2, Traits::dp_tiles(params));
       default:
-        if (complete_rounds == tile.round) wait_for_round(tile);
+        if (complete_rounds <= tile.round) wait_for_round(tile);  // a CTA may have no tile of a group in a round
         complete_rounds = tile.round + 1;
     }
   }
