@@ -3,18 +3,15 @@ order of calls beside staged ones, graphs whose routing changes, many random sma
 
 from __future__ import annotations
 
-import random
-import time
-
 import pytest
 import torch
 from moe_support import make, same_bits, small, spread
+from soak import RandomCases, Record, World
 from test_mega_moe import MODEL_CASES, OPTION_CASES, ROUTING_CASES, SIZE_CASES
 
 import deep_gemm
 from deep_gemm.errors import PeerTimeoutError
-from deep_gemm.testing import assert_bitwise_equal, assert_close
-from deep_gemm.testing.generators import ROUTINGS
+from deep_gemm.testing import assert_bitwise_equal
 from deep_gemm.testing.moe_cases import compare, torch_outputs, truth
 
 pytestmark = pytest.mark.gpu
@@ -78,22 +75,9 @@ def test_a_graph_follows_the_routing():
 
 
 def test_random_small_cases(device, rehearsal):
-    choose, begin, count = random.Random(7), time.monotonic(), 0
-    while time.monotonic() - begin < (1 if rehearsal else RANDOM_SECONDS):
-        num_ranks = choose.choice([1, 2, 3, 4, 8, 16])
-        experts = num_ranks * choose.choice([1, 2, 5])
-        tokens = tuple(choose.choice([0, 1, 7, 64, 129, 200]) for _ in range(num_ranks))
-        case = small(
-            num_experts=experts, num_topk=min(experts, choose.choice([1, 2, 4, 8])), tokens=tokens, routing=choose.choice(list(ROUTINGS)),
-            capacity_factor=choose.choice([0.25, 0.5, 1.25]), seed=count, save=choose.choice(["recompute", "preact"]),
-        )  # fmt: skip
-        ranks = make(case, device, rehearsal, "fused")
-        ranks.poison()
-        y = torch.cat([y for y, _ in ranks.forward()])
-        if y.numel():
-            assert_close(y, truth(ranks.case, ranks.inputs)["y"], rel_frobenius=1e-2, name=case.name)
-        count += 1
-    print(f"{count} random cases")
+    record = Record("cases", seconds=1 if rehearsal else RANDOM_SECONDS)
+    record.run(RandomCases(World(16, device, rehearsal)))
+    assert record.steps and not record.faults, "\n".join(record.faults)
 
 
 def test_a_missing_peer_is_named(monkeypatch):

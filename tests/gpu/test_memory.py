@@ -24,8 +24,8 @@ def requested(what: str = "current") -> int:
 @pytest.mark.parametrize("capacity_factor", [1.25, 0.25])
 @pytest.mark.parametrize("backend", ["cuda", "fused"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_plan_is_what_the_allocator_gives(num_ranks, backend, capacity_factor, save, device):
-    tokens = 300
+def test_plan_is_what_the_allocator_gives(num_ranks, backend, capacity_factor, save):
+    device, tokens = torch.device("cuda", torch.cuda.current_device()), 300
     case = small(tokens=spread(tokens, num_ranks), capacity_factor=capacity_factor, save=save)
     inputs, group = make_inputs(case, device), virtual_group(num_ranks) if num_ranks > 1 else None
     plan = mega_moe_plan_bytes(
