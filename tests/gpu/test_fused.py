@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_support import make, same_bits, small, spread
+from moe_support import make, same_bits, small, spread, tiny
 from soak import RandomCases, Record, World
 from test_mega_moe import MODEL_CASES, OPTION_CASES, ROUTING_CASES, SIZE_CASES
 
 import deep_gemm
 from deep_gemm.errors import PeerTimeoutError
-from deep_gemm.testing import assert_bitwise_equal
-from deep_gemm.testing.moe_cases import compare, torch_outputs, truth
+from deep_gemm.testing import VirtualGroup, assert_bitwise_equal
+from deep_gemm.testing.moe_cases import Ranks, compare, make_inputs, torch_outputs, truth
 
 pytestmark = pytest.mark.gpu
 RANDOM_SECONDS = 25
@@ -55,6 +55,22 @@ def test_fused_and_staged_calls_in_turn(device, rehearsal):
     for again in ys[1:]:
         for y, expected in zip(again, ys[0], strict=True):
             assert_bitwise_equal(y, expected, name="y")
+
+
+@pytest.mark.parametrize("shares", [(40, 80), (7, 80), (1, 33, 2, 60)], ids=str)
+def test_ranks_may_use_different_numbers_of_sms(shares, device, rehearsal):
+    """Counters and order of work are each rank's own, so that `set_num_sms` may differ between the ranks."""
+    case = small(num_experts=16, tokens=spread(300, len(shares)), routing="zipf1")
+    if rehearsal:
+        case = tiny(case)
+    expected = make(case, device, rehearsal, "fused").outputs()
+    group = None if rehearsal else VirtualGroup(len(shares), num_sms_per_rank=shares)
+    ranks = Ranks(case, make_inputs(case, device), device, group, None if rehearsal else "fused")
+    first = ranks.outputs()
+    for name in ("y", "dx", "dp"):
+        assert_bitwise_equal(first[name], expected[name], name=f"{name} with {shares} SMs")
+    for _ in range(3):
+        same_bits(ranks.outputs(), first, f"again with {shares} SMs")
 
 
 def test_a_graph_follows_the_routing():
