@@ -85,7 +85,9 @@ def sms_of_rank(total: int, num_ranks: int) -> int:
     """SMs for the GEMMs of a virtual rank: a collective's CTA takes an SM and may split the pair that a cluster of two CTAs needs."""
     left = total // num_ranks - 2 * RESERVED_SMS
     if left < 2:
-        raise ValueError(f"num_ranks = {num_ranks}: expected at most {total // (2 * RESERVED_SMS + 2)} virtual ranks beside collectives on {total} SMs")
+        raise ValueError(
+            f"num_ranks = {num_ranks}: expected at most {total // (2 * RESERVED_SMS + 2)} virtual ranks beside collectives on {total} SMs"
+        )
     return left
 
 
@@ -209,7 +211,9 @@ class Neighbours:
         moes, collectives, fillers, backward = choose.randint(1, 3), choose.randint(1, 4), choose.randint(0, 3), choose.random() < 0.5
         launches = [self._filler] * fillers
         for rank in self.ranks.here:
-            launches += [lambda rank=rank: self._moe(rank, made, backward)] * moes + [lambda rank=rank: self._collective(rank)] * collectives
+            launches += [lambda rank=rank: self._moe(rank, made, backward)] * moes + [
+                lambda rank=rank: self._collective(rank)
+            ] * collectives
         self.order.shuffle(launches)
         if self.on_gpu and choose.random() < 0.5:
             self._close_gate()

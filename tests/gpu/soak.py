@@ -95,9 +95,7 @@ class Record:
         print(f"{self.case}: {self.faults[-1]}", flush=True)
 
     def write(self) -> None:
-        self._write(
-            {"case": self.case, "steps": self.steps, "seconds": round(time.monotonic() - self._start, 1), "faults": self.faults}
-        )
+        self._write({"case": self.case, "steps": self.steps, "seconds": round(time.monotonic() - self._start, 1), "faults": self.faults})
 
     def _watch(self) -> None:
         while True:
@@ -263,7 +261,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     def write(row: Row) -> None:
         rows.append(row)
-        print(f"{row['case']}: {row['steps']} steps in {row['seconds']} s, {len(row['faults'])} faults", *row["faults"], sep="\n", flush=True)
+        print(
+            f"{row['case']}: {row['steps']} steps in {row['seconds']} s, {len(row['faults'])} faults", *row["faults"], sep="\n", flush=True
+        )
         if options.json:
             results.merge(options.json, [row], key=("case",), env=environment)
 
