@@ -143,8 +143,10 @@ class ProcessCollectives:
     def call(self, rank: int, microseconds: float) -> None:
         self._calls += 1
         if self._calls % 2:
+            self._whole.fill_(torch.nan)
             dist.all_gather_into_tensor(self._whole, self._part)
         else:
+            self._sum.fill_(torch.nan)
             dist.reduce_scatter_tensor(self._sum, self._ones)
 
     def check(self) -> None:

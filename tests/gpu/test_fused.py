@@ -24,8 +24,8 @@ RANDOM_SECONDS = 25
 def test_like_the_staged_path(case, device, rehearsal):
     fused = make(case, device, rehearsal, "fused")
     actual = fused.outputs()
-    case, inputs = fused.case, fused.inputs
-    _, faults = compare(case, actual, truth(case, inputs), torch_outputs(case, inputs))
+    made, inputs = fused.case, fused.inputs
+    _, faults = compare(made, actual, truth(made, inputs), torch_outputs(made, inputs))
     assert not faults, "\n".join(faults)
     if not case.bias:  # the staged path rounds y rows before it adds b2
         same_bits(actual, make(case, device, rehearsal, "cuda").outputs(), "fused and staged")
