@@ -12,6 +12,7 @@ _NAMES_BY_MODULE = {
     "_version": ("__version__",),
     "mega.api": ("get_symm_buffer_for_mega_moe", "mega_moe", "mega_moe_bwd", "mega_moe_fwd"),
     "mega.buffer": ("MegaMoeBuffer",),
+    "mega.memory": ("MegaMoeBytes", "mega_moe_plan_bytes"),
     "mega.state": ("MegaMoeGradients", "MegaMoeState"),
     "mega.backward_only": ("bf16_mega_moe_backward",),
     "mega.forward_only": ("bf16_mega_moe", "fp8_mega_moe", "transform_weights_for_mega_moe"),

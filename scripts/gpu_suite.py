@@ -49,12 +49,13 @@ sys.exit(bool(report.failures))
 
 @dataclass(frozen=True)
 class Stage:
-    """A command or test files. limit_s: at most so long, less where the budget ends sooner."""
+    """A command or test files. limit_s: at most so long, less where the budget ends sooner. only_named: not among those that are run by default."""
 
     name: str
     limit_s: float
     command: tuple[str, ...] = ()
     tests: tuple[str, ...] = ()
+    only_named: bool = False
 
 
 @dataclass
@@ -71,15 +72,30 @@ class Outcome:
 
 
 def sanitizer_stages(python: str) -> list[Stage]:
-    """compute-sanitizer over a small program, R = 1 and 2. API errors are no finding: cuda-bindings looks up functions that the driver lacks."""
+    """compute-sanitizer over a small program, R = 1 and 2, both CUDA backends. API errors are no finding: cuda-bindings looks up functions that the
+    driver lacks."""
     tool = ("compute-sanitizer", "--report-api-errors", "no", "--error-exitcode", "9", "--tool")
     case = str(ROOT / "tests" / "gpu" / "sanitizer_case.py")
     return [
-        Stage(f"{name}-R{ranks}", 90, (*tool, name, python, case, str(ranks)))
+        Stage(f"{name}{'-fused' if backend == 'fused' else ''}-R{ranks}", 90, (*tool, name, python, case, str(ranks), backend))
         for name in ("memcheck", "racecheck", "synccheck")
+        for backend in ("cuda", "fused")
         for ranks in (1, 2)
         if shutil.which("compute-sanitizer")
     ]
+
+
+def long_stages(python: str, out: Path) -> list[Stage]:
+    """Five minutes each of random steps with the fused forward, and 2000 random small cases. The processes need two GPUs."""
+    soak, path = (python, str(ROOT / "tests" / "gpu" / "soak.py")), ("--json", str(out / "fused-soak-h200.json"))
+    runs = {
+        "soak-routing": ("routing",),
+        "soak-neighbours": ("neighbours",),
+        "soak-cases": ("cases", "--count", "2000", "--seconds", "480"),
+        "soak-routing-EP2": ("routing", "--processes"),
+        "soak-neighbours-EP2": ("neighbours", "--processes"),
+    }
+    return [Stage(name, 510, (*soak, *arguments, *path), only_named=True) for name, arguments in runs.items()]
 
 
 def stages(out: Path) -> list[Stage]:
@@ -97,6 +113,8 @@ def stages(out: Path) -> list[Stage]:
         Stage("staged-kernels", 120, tests=("tests/gpu/test_staged_kernels.py",)),
         Stage("mega-moe", 240, tests=("tests/gpu/test_mega_moe.py",)),
         Stage("fused", 150, tests=("tests/gpu/test_fused.py",)),
+        Stage("fused-soak", 150, tests=("tests/gpu/test_fused_soak.py",)),
+        Stage("memory", 60, tests=("tests/gpu/test_memory.py",)),
         Stage("mega-moe-exact", 180, tests=("tests/gpu/test_mega_moe_exact.py",)),
         Stage("bad-input", 120, tests=("tests/gpu/test_bad_input.py",)),
         Stage("processes", 280, tests=("tests/gpu/test_mega_moe_ep.py",)),
@@ -104,6 +122,7 @@ def stages(out: Path) -> list[Stage]:
         Stage("demo", 120, (python, "-m", "deep_gemm.demo", "--device", "cuda", "--out", str(out))),
         Stage("bench-gemm", 120, (python, str(bench / "gemm.py"), "--sustained-s", "1.5", "--json", str(out / "gemm-h200.json"))),
         *moe,
+        *long_stages(python, out),
     ]
 
 
@@ -151,7 +170,7 @@ class Suite:
 
     def _run_command(self, stage: Stage, outcome: Outcome, limit: float) -> None:
         code, text = self._process(stage, list(stage.command), limit)
-        outcome.notes += [line for line in text.splitlines() if "TFLOP/s" in line or line.startswith(("held-out", "MoE gradients"))]
+        outcome.notes += [line for line in text.splitlines() if "TFLOP/s" in line or line.startswith(("held-out", "MoE gradients")) or " steps in " in line]
         if code is None:
             outcome.status = "timeout"
         elif code:
@@ -257,7 +276,7 @@ class Suite:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--stage", nargs="*", default=None, help="default: all, in order")
+    parser.add_argument("--stage", nargs="*", default=None, help="default: all but the long soak-*, in order")
     parser.add_argument("--budget-s", type=float, default=540.0)
     parser.add_argument("--commit", default=None, help="for the results, where the tree comes without its history")
     parser.add_argument("--select", default=None, help="pytest -k expression for the test stages")
@@ -269,7 +288,7 @@ def main() -> int:
         parser.error(f"--stage {sorted(unknown)}: expected names out of {list(known)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the table is printed then too
     try:
-        for name in options.stage or known:
+        for name in options.stage or [name for name, stage in known.items() if not stage.only_named]:
             suite.run(known[name])
     finally:
         print(suite.table(), flush=True)

@@ -1,4 +1,5 @@
-"""Writes the tables of the documents from the files in results/, so that no number there is typed by hand.
+"""Writes the tables of the documents from the files in results/, and what a layer costs in memory from the library, so that no number there is
+typed by hand. Needs deep_gemm installed, or PYTHONPATH=. in the checkout.
 
     python scripts/tables.py [--check]
 
@@ -180,6 +181,25 @@ def first_call() -> list[str]:
     return [source("first-call-h200", data), "", *markdown(["case", "system", "ms", "fastest", "slowest", "parts"], rows)]
 
 
+MEMORY_TOKENS, MEMORY_RANKS = 16384, (1, 8)
+
+
+def memory() -> list[str]:
+    """Computed, not measured: tests compare `mega_moe_plan_bytes` with what is allocated."""
+    from deep_gemm import mega_moe_plan_bytes
+    from deep_gemm.testing import MODEL_SHAPES
+
+    rows = []
+    for name, shape in MODEL_SHAPES.items():
+        sizes = (shape.num_experts, MEMORY_TOKENS, shape.num_topk, shape.hidden, shape.intermediate_hidden)
+        for num_ranks in MEMORY_RANKS:
+            plan = mega_moe_plan_bytes(num_ranks, *sizes, save="preact")
+            kept = mega_moe_plan_bytes(num_ranks, *sizes, save="recompute").saved
+            gib = [number(value / 2**30) for value in (plan.symmetric, plan.scratch, plan.saved, kept)]
+            rows.append([name, str(num_ranks), *gib])
+    return markdown(["shape", "R", "symmetric", "scratch", 'saved, `"preact"`', '`"recompute"`'], rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "mega-moe": mega_moe,
     "gemm": gemm,
@@ -190,6 +210,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "suite": suite,
     "demo": demo,
     "first-call": first_call,
+    "memory": memory,
 }
 
 

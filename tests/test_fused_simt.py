@@ -100,6 +100,17 @@ def test_bits_do_not_depend_on_the_order(kernel):
             assert_bitwise_equal(y, expected, name=f"y with {ctas} CTAs, order {order}")
 
 
+def test_ranks_may_have_different_numbers_of_ctas(kernel):
+    case = Case(3, 6, tokens=(150, 0, 130), topk=3)
+    expected, _ = forward(kernel, case)
+    for ctas in ((1, 5, 2), (4, 2, 3)):
+        ranks, ys = Ranks(None, 3, **case.shape), [torch.empty_like(x) for x in case.x]
+        with tensor_maps():
+            ranks.run(lambda rank: start(kernel, ranks, case, rank, ys[rank], ctas=ctas[rank]))  # noqa: B023 - run at once
+        for y, same in zip(ys, expected, strict=True):
+            assert_bitwise_equal(y, same, name=f"y with {ctas} CTAs")
+
+
 @pytest.mark.parametrize("capacity_factor", [1.1, 0.3])
 def test_z_of_the_first_round_is_saved(capacity_factor, kernel):
     case = Case(1, 4, tokens=(260,))

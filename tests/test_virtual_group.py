@@ -107,8 +107,11 @@ def test_queues_are_claimed_before_cuda_starts(monkeypatch):
 
 
 def test_sms_are_shared_out():
-    assert virtual._share_of(132, 8, None) == 16
-    assert virtual._share_of(4, 8, None) == 1
-    assert virtual._share_of(132, 8, 5) == 5
-    with pytest.raises(ValueError, match="num_sms_per_rank = 0"):
-        virtual._share_of(132, 8, 0)
+    assert virtual._shares_of(132, 8, None) == [16] * 8
+    assert virtual._shares_of(4, 8, None) == [1] * 8
+    assert virtual._shares_of(132, 8, 5) == [5] * 8
+    group = VirtualGroup(3, "cpu", num_sms_per_rank=(4, 1, 7))
+    assert [group.rank(rank).num_sms for rank in range(3)] == [4, 1, 7]
+    for wrong in (0, (1, 2), (1, 0, 2), "abc"):
+        with pytest.raises(ValueError, match="num_sms_per_rank = .*: expected a positive number, 3 of them, or None"):
+            virtual._shares_of(132, 3, wrong)

@@ -4,5 +4,5 @@ api.py      the public calls                         forward_only.py  DeepGEMM's
 checks.py   arguments -> Problem                     ops.py           torch.library operators and autograd
 buffer.py   shared settings, symmetric memory        state.py         what forward hands to backward
 groups.py   who the ranks are                        backend.py       what a backend promises; staged/ is the CUDA one
-                                                     backward_only.py the backward of those names, as trainers call it
+memory.py   what a layer costs, in bytes             backward_only.py the backward of those names, as trainers call it
 """

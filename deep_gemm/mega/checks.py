@@ -34,6 +34,11 @@ class CallOptions:
     backend: str
 
 
+def check_save(save: object) -> None:
+    if save not in SAVE_POLICIES:
+        raise ValueError(f"save = {save!r}: expected one of {list(SAVE_POLICIES)}")
+
+
 def _number(name: str, value: object) -> float | None:
     if value is None or isinstance(value, (int, float)):
         return None if value is None else float(value)
@@ -58,8 +63,7 @@ def decode_options(text: str) -> CallOptions:
     """Resolved and checked; ValueError or NotImplementedError names the option at fault."""
     name, clamp, alpha, save, precision, backend = text.split(";")
     activation = resolve_activation(name, *(None if value == "None" else float(value) for value in (clamp, alpha)))
-    if save not in SAVE_POLICIES:
-        raise ValueError(f"save = {save!r}: expected one of {list(SAVE_POLICIES)}")
+    check_save(save)
     if backend not in PRECISIONS:
         raise ValueError(f"backend = {backend!r}: expected None or one of {list(PRECISIONS)}")
     check_precision(precision, backend)

@@ -153,9 +153,18 @@ class Ranks:
 
     def __init__(self, case: MoeCase, inputs: MoeInputs, device: torch.device | str, group=None, backend: str | None = None):
         self.group, self.backend = group, backend
-        self.case, self.inputs = (case, inputs) if group is not None else (case.as_one_rank(), inputs.as_one_rank())
+        self.load(case, inputs)
         self.device = torch.device(device)
         self.buffers = [self._make_buffer(rank) for rank in range(self.case.num_ranks)]
+
+    def load(self, case: MoeCase, inputs: MoeInputs) -> None:
+        """What the next calls are made with. The buffers stay: sizes as before, and no more tokens on a rank than the first case had on any."""
+        self.case, self.inputs = (case, inputs) if self.group is not None else (case.as_one_rank(), inputs.as_one_rank())
+
+    @property
+    def here(self) -> list[int]:
+        """The ranks of this process, in the order of all results."""
+        return list(range(self.case.num_ranks))
 
     def _make_buffer(self, rank: int):
         case = self.case
@@ -211,19 +220,22 @@ class Ranks:
                 made[name] = self.split(grad) if name in ("dw13", "db13") else grad
         return made
 
-    def forward(self) -> list[tuple[torch.Tensor, object]]:
-        arguments, biases = ([get(rank) for rank in range(self.case.num_ranks)] for get in (self.arguments, self.biases))
-        return self.run(lambda rank: deep_gemm.mega_moe_fwd(*arguments[rank], **biases[rank], **self.case.call_options()))
+    def forward(self, backend: str | None = None) -> list[tuple[torch.Tensor, object]]:
+        """backend: of the calls; None = the buffers' own."""
+        arguments, biases = ({rank: get(rank) for rank in self.here} for get in (self.arguments, self.biases))
+        options = {**self.case.call_options(), "backend": backend}
+        return self.run(lambda rank: deep_gemm.mega_moe_fwd(*arguments[rank], **biases[rank], **options))
 
     def backward(
         self, states: list, *, needs: Collection[str] | None = None, targets: list[dict] | None = None, accumulate: bool = False
     ) -> list:
         """[MegaMoeGradients]; needs None = all. Gradients not in `needs` have no target."""
         needs = tuple(GRADIENT_NAMES.values()) if needs is None else needs
-        targets = [self.targets(rank) for rank in range(self.case.num_ranks)] if targets is None else targets
+        targets = [self.targets(rank) for rank in self.here] if targets is None else targets
         given = [{name: t for name, t in target.items() if GRADIENT_NAMES[name] in needs} for target in targets]
+        call = dict(zip(self.here, zip(states, given, strict=True), strict=True))
         return self.run(
-            lambda rank: deep_gemm.mega_moe_bwd(self.inputs.dy[rank], states[rank], needs=needs, accumulate=accumulate, **given[rank])
+            lambda rank: deep_gemm.mega_moe_bwd(self.inputs.dy[rank], call[rank][0], needs=needs, accumulate=accumulate, **call[rank][1])
         )
 
     def outputs(self, *, needs: Collection[str] | None = None) -> dict[str, torch.Tensor]:

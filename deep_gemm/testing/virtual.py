@@ -13,7 +13,7 @@ kernels that `fn` launches itself must have run once before. A wait that goes wr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +32,7 @@ class VirtualRank:
 
     def __init__(self, group: VirtualGroup, rank: int):
         self._group = group
-        self.rank, self.size, self.name, self.num_sms = rank, group.size, f"virtual{group.size}", group.num_sms_per_rank
+        self.rank, self.size, self.name, self.num_sms = rank, group.size, f"virtual{group.size}", group.num_sms_per_rank[rank]
         self._allocations = self._gathers = 0
 
     def symmetric_empty(self, nbytes: int, device: torch.device) -> tuple[torch.Tensor, list[int]]:
@@ -53,7 +53,7 @@ class VirtualRank:
 class VirtualGroup:
     """`num_ranks` ranks on `device` (default: the current CUDA device; "cpu" for set-up without a GPU).
 
-    num_sms_per_rank  CTAs of each rank's GEMMs; default: an equal share of the device
+    num_sms_per_rank  CTAs of each rank's GEMMs: one number, or one for each rank; default: an equal share of the device
     reserve_bytes     memory put aside for each rank's stream, at once
     Raises ValueError (argument) and RuntimeError (too few hardware queues for that many ranks in a context that exists already).
     """
@@ -62,7 +62,7 @@ class VirtualGroup:
         self,
         num_ranks: int,
         device: torch.device | str | None = None,
-        num_sms_per_rank: int | None = None,
+        num_sms_per_rank: int | Sequence[int] | None = None,
         reserve_bytes: int = RESERVE_BYTES,
     ):
         if not isinstance(num_ranks, int) or not 1 <= num_ranks <= MAX_CONNECTIONS:
@@ -81,7 +81,7 @@ class VirtualGroup:
             total = torch.cuda.get_device_properties(self.device).multi_processor_count
             self._streams = _distinct_streams(num_ranks, self.device)
             self._prepare(reserve_bytes)
-        self.num_sms_per_rank = _share_of(total, num_ranks, num_sms_per_rank)
+        self.num_sms_per_rank = _shares_of(total, num_ranks, num_sms_per_rank)
         self._ranks = [VirtualRank(self, rank) for rank in range(num_ranks)]
 
     def rank(self, index: int) -> VirtualRank:
@@ -150,12 +150,14 @@ class VirtualGroup:
         torch.cuda.synchronize(self.device)
 
 
-def _share_of(total: int, num_ranks: int, asked: int | None) -> int:
+def _shares_of(total: int, num_ranks: int, asked: int | Sequence[int] | None) -> list[int]:
+    """SMs by rank."""
     if asked is None:
-        return max(1, total // num_ranks)
-    if not isinstance(asked, int) or asked < 1:
-        raise ValueError(f"num_sms_per_rank = {asked!r}: expected a positive number or None")
-    return asked
+        return [max(1, total // num_ranks)] * num_ranks
+    shares = list(asked) if isinstance(asked, Sequence) else [asked] * num_ranks
+    if len(shares) != num_ranks or not all(isinstance(share, int) and share >= 1 for share in shares):
+        raise ValueError(f"num_sms_per_rank = {asked!r}: expected a positive number, {num_ranks} of them, or None")
+    return shares
 
 
 def _claim_queues(num_ranks: int) -> None:

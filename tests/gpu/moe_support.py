@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import cache
 
 import torch
 
-from deep_gemm.testing import VirtualGroup, assert_bitwise_equal
+from deep_gemm.testing import ROUTINGS, VirtualGroup, assert_bitwise_equal
 from deep_gemm.testing.moe_cases import MoeCase, Ranks, make_inputs
 
 RESERVE_BYTES = 1 << 30  # per rank: z and a of the largest case, so that no rank allocates while another waits for it
@@ -45,6 +46,16 @@ def make(case: MoeCase, device: torch.device, rehearsal: bool, backend: str | No
     else:
         group = virtual_group(case.num_ranks) if case.num_ranks > 1 else None
     return Ranks(case, make_inputs(case, device), device, group, None if rehearsal else backend)
+
+
+def random_case(choose: random.Random, seed: int) -> MoeCase:
+    """1 to 16 ranks; tokens, experts, K, routing, rounds and save policy at random."""
+    num_ranks = choose.choice([1, 2, 3, 4, 8, 16])
+    experts = num_ranks * choose.choice([1, 2, 5])
+    return small(
+        num_experts=experts, num_topk=min(experts, choose.choice([1, 2, 4, 8])), tokens=tuple(choose.choice([0, 1, 7, 64, 129, 200]) for _ in range(num_ranks)),
+        routing=choose.choice(list(ROUTINGS)), capacity_factor=choose.choice([0.25, 0.5, 1.25]), seed=seed, save=choose.choice(["recompute", "preact"]),
+    )  # fmt: skip
 
 
 def same_bits(actual: dict, expected: dict, what: str) -> None:

@@ -1,5 +1,6 @@
-"""The program that `compute-sanitizer` watches: one small Mega MoE with every option at R = 1 or virtual R ranks, and the public GEMMs at odd
-sizes. `python tests/gpu/sanitizer_case.py R`; results are checked elsewhere, here each kernel only has to run.
+"""The program that `compute-sanitizer` watches: one small Mega MoE with every option at R = 1 or virtual R ranks, and with it the public GEMMs at odd
+sizes (backend "cuda") or forward calls alone (backend "fused": its backward is the other's). `python tests/gpu/sanitizer_case.py R [backend]`;
+results are checked elsewhere, here each kernel only has to run, and no wait may fail.
 
 Not a test module: `scripts/gpu_suite.py` runs it under memcheck, racecheck and synccheck.
 """
@@ -8,8 +9,10 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import NamedTuple
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+os.environ["DG_TIMEOUT_S"] = "60"  # under the tool a kernel takes far longer, and so do the waits for it
 
 import torch
 
@@ -17,8 +20,23 @@ import deep_gemm
 from deep_gemm.testing import generators
 from deep_gemm.testing.virtual import VirtualGroup
 
-HIDDEN, WIDTH, EXPERTS, TOPK, BOUND = 256, 128, 16, 4, 256
-TOKENS = (150, 0, 77, 1)  # of the ranks: many, none, some, one
+HIDDEN, WIDTH = 256, 128
+
+
+class Sizes(NamedTuple):
+    """experts: of a rank; tokens: of the ranks, in turn; routings: at capacity_factor 1.25, and at 0.25."""
+
+    experts: int
+    topk: int
+    bound: int
+    tokens: tuple[int, ...]
+    routings: tuple[str, str]
+
+    @classmethod
+    def of(cls, backend: str, num_ranks: int) -> Sizes:
+        if backend == "fused":  # one launch does all the work: fewer experts, so that few rows fill several rounds
+            return cls(2, 2, 300, (300, 150), ("holes", "one-hot-rank"))
+        return cls(16 // num_ranks, 4, 256, (150, 0, 77, 1), ("holes", "holes"))
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -29,17 +47,18 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 class Rank:
     """Inputs of one rank."""
 
-    def __init__(self, rank: int, num_ranks: int):
-        local, tokens = EXPERTS // num_ranks, TOKENS[rank % len(TOKENS)]
+    def __init__(self, rank: int, num_ranks: int, sizes: Sizes, routing: str):
+        local, tokens, experts = sizes.experts, sizes.tokens[rank % len(sizes.tokens)], sizes.experts * num_ranks
         self.x, self.dy = normal(tokens, HIDDEN, seed=rank), normal(tokens, HIDDEN, seed=100 + rank)
-        self.idx, self.weights = generators.routing("holes", tokens, EXPERTS, TOPK, num_ranks=num_ranks, rank=rank, device="cuda")
+        self.idx, self.weights = generators.routing(routing, tokens, experts, sizes.topk, num_ranks=num_ranks, rank=rank, device="cuda")
         self.w13, self.w2 = normal(local, 2 * WIDTH, HIDDEN, seed=200 + rank), normal(local, HIDDEN, WIDTH, seed=300 + rank)
         self.b13, self.b2 = normal(local, 2 * WIDTH, seed=400 + rank), normal(local, HIDDEN, seed=500 + rank)
 
     def step(self, buffer, save: str, wgrad_dtype: torch.dtype) -> None:
         inputs = (self.x, self.idx, self.weights, self.w13, self.w2, buffer)
         _, state = deep_gemm.mega_moe_fwd(*inputs, save=save, b13=self.b13, b2=self.b2, activation="swiglu_oai")
-        deep_gemm.mega_moe_bwd(self.dy, state, wgrad_dtype=wgrad_dtype)
+        if buffer.backend_name == "cuda":
+            deep_gemm.mega_moe_bwd(self.dy, state, wgrad_dtype=wgrad_dtype)
 
 
 def step_all(group: VirtualGroup | None, ranks: list[Rank], buffers: list, save: str, wgrad_dtype: torch.dtype) -> None:
@@ -53,18 +72,17 @@ def step_all(group: VirtualGroup | None, ranks: list[Rank], buffers: list, save:
         buffer.check()
 
 
-def mega_moe(num_ranks: int) -> None:
-    group = VirtualGroup(num_ranks, reserve_bytes=64 << 20) if num_ranks > 1 else None
-    ranks = [Rank(rank, num_ranks) for rank in range(num_ranks)]
-    for capacity_factor, wgrad_dtype in ((1.25, torch.float32), (0.25, torch.bfloat16)):  # one round, and several with a carry
-        sizes = (EXPERTS, BOUND, TOPK, HIDDEN, WIDTH)
-        buffers = [
-            deep_gemm.get_symm_buffer_for_mega_moe(group and group.rank(r), *sizes, device="cuda", capacity_factor=capacity_factor)
-            for r in range(num_ranks)
-        ]
+def mega_moe(num_ranks: int, backend: str = "cuda") -> None:
+    group, sizes = VirtualGroup(num_ranks, reserve_bytes=64 << 20) if num_ranks > 1 else None, Sizes.of(backend, num_ranks)
+    # One round, and memory for several.
+    for capacity_factor, routing, wgrad_dtype in zip((1.25, 0.25), sizes.routings, (torch.float32, torch.bfloat16), strict=True):
+        ranks = [Rank(rank, num_ranks, sizes, routing) for rank in range(num_ranks)]
+        arguments = (sizes.experts * num_ranks, sizes.bound, sizes.topk, HIDDEN, WIDTH)
+        options = {"device": "cuda", "capacity_factor": capacity_factor, "backend": backend}
+        buffers = [deep_gemm.get_symm_buffer_for_mega_moe(group and group.rank(r), *arguments, **options) for r in range(num_ranks)]
         for save in ("recompute", "preact"):
             step_all(group, ranks, buffers, save, wgrad_dtype)
-        print(f"R = {num_ranks}, capacity_factor = {capacity_factor}: ran", flush=True)
+        print(f"R = {num_ranks}, backend {backend}, capacity_factor = {capacity_factor}: ran", flush=True)
 
 
 def gemms() -> None:
@@ -80,5 +98,6 @@ def gemms() -> None:
 
 
 if __name__ == "__main__":
-    mega_moe(int(sys.argv[1]))
-    gemms()
+    mega_moe(int(sys.argv[1]), *sys.argv[2:])
+    if "fused" not in sys.argv:
+        gemms()

@@ -3,19 +3,16 @@ order of calls beside staged ones, graphs whose routing changes, many random sma
 
 from __future__ import annotations
 
-import random
-import time
-
 import pytest
 import torch
-from moe_support import make, same_bits, small, spread
+from moe_support import make, same_bits, small, spread, tiny
+from soak import RandomCases, Record, World
 from test_mega_moe import MODEL_CASES, OPTION_CASES, ROUTING_CASES, SIZE_CASES
 
 import deep_gemm
 from deep_gemm.errors import PeerTimeoutError
-from deep_gemm.testing import assert_bitwise_equal, assert_close
-from deep_gemm.testing.generators import ROUTINGS
-from deep_gemm.testing.moe_cases import compare, torch_outputs, truth
+from deep_gemm.testing import VirtualGroup, assert_bitwise_equal
+from deep_gemm.testing.moe_cases import Ranks, compare, make_inputs, torch_outputs, truth
 
 pytestmark = pytest.mark.gpu
 RANDOM_SECONDS = 25
@@ -27,8 +24,8 @@ RANDOM_SECONDS = 25
 def test_like_the_staged_path(case, device, rehearsal):
     fused = make(case, device, rehearsal, "fused")
     actual = fused.outputs()
-    case, inputs = fused.case, fused.inputs
-    _, faults = compare(case, actual, truth(case, inputs), torch_outputs(case, inputs))
+    made, inputs = fused.case, fused.inputs
+    _, faults = compare(made, actual, truth(made, inputs), torch_outputs(made, inputs))
     assert not faults, "\n".join(faults)
     if not case.bias:  # the staged path rounds y rows before it adds b2
         same_bits(actual, make(case, device, rehearsal, "cuda").outputs(), "fused and staged")
@@ -60,6 +57,22 @@ def test_fused_and_staged_calls_in_turn(device, rehearsal):
             assert_bitwise_equal(y, expected, name="y")
 
 
+@pytest.mark.parametrize("shares", [(40, 80), (7, 80), (1, 33, 2, 60)], ids=str)
+def test_ranks_may_use_different_numbers_of_sms(shares, device, rehearsal):
+    """Counters and order of work are each rank's own, so that `set_num_sms` may differ between the ranks."""
+    case = small(num_experts=16, tokens=spread(300, len(shares)), routing="zipf1")
+    if rehearsal:
+        case = tiny(case)
+    expected = make(case, device, rehearsal, "fused").outputs()
+    group = None if rehearsal else VirtualGroup(len(shares), num_sms_per_rank=shares)
+    ranks = Ranks(case, make_inputs(case, device), device, group, None if rehearsal else "fused")
+    first = ranks.outputs()
+    for name in ("y", "dx", "dp"):
+        assert_bitwise_equal(first[name], expected[name], name=f"{name} with {shares} SMs")
+    for _ in range(3):
+        same_bits(ranks.outputs(), first, f"again with {shares} SMs")
+
+
 def test_a_graph_follows_the_routing():
     ranks = make(small(tokens=(300,)), torch.device("cuda", torch.cuda.current_device()), False, "fused")
     arguments = ranks.arguments(0)
@@ -78,22 +91,9 @@ def test_a_graph_follows_the_routing():
 
 
 def test_random_small_cases(device, rehearsal):
-    choose, begin, count = random.Random(7), time.monotonic(), 0
-    while time.monotonic() - begin < (1 if rehearsal else RANDOM_SECONDS):
-        num_ranks = choose.choice([1, 2, 3, 4, 8, 16])
-        experts = num_ranks * choose.choice([1, 2, 5])
-        tokens = tuple(choose.choice([0, 1, 7, 64, 129, 200]) for _ in range(num_ranks))
-        case = small(
-            num_experts=experts, num_topk=min(experts, choose.choice([1, 2, 4, 8])), tokens=tokens, routing=choose.choice(list(ROUTINGS)),
-            capacity_factor=choose.choice([0.25, 0.5, 1.25]), seed=count, save=choose.choice(["recompute", "preact"]),
-        )  # fmt: skip
-        ranks = make(case, device, rehearsal, "fused")
-        ranks.poison()
-        y = torch.cat([y for y, _ in ranks.forward()])
-        if y.numel():
-            assert_close(y, truth(ranks.case, ranks.inputs)["y"], rel_frobenius=1e-2, name=case.name)
-        count += 1
-    print(f"{count} random cases")
+    record = Record("cases", seconds=1 if rehearsal else RANDOM_SECONDS)
+    record.run(RandomCases(World(16, device, rehearsal)))
+    assert record.steps and not record.faults, "\n".join(record.faults)
 
 
 def test_a_missing_peer_is_named(monkeypatch):

@@ -6,79 +6,25 @@ scenario reports on its own. The rehearsal on the CPU runs them over gloo and th
 
 from __future__ import annotations
 
-import os
-import time
 import traceback
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from process_support import OneOfRanks, Process, in_group, join
 
 import deep_gemm
 from deep_gemm.nn import MegaMoE
 from deep_gemm.testing import assert_bitwise_equal, assert_close
-from deep_gemm.testing.moe_cases import MoeCase, Ranks, compare, make_inputs, torch_outputs, truth
+from deep_gemm.testing.moe_cases import compare, torch_outputs, truth
 from deep_gemm.testing.torch_path import torch_moe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
 
-TIMEOUT_S = "5"  # DG_TIMEOUT_S of the processes: what the late-peer scenario waits for
+TIMEOUT_S = 5  # DG_TIMEOUT_S of the processes: what the late-peer scenario waits for
 JOIN_S = 240
-
-
-class Process:
-    """One rank: its device, its group, and its part of tensors over all ranks."""
-
-    def __init__(self, rank: int, size: int, device_type: str):
-        self.rank, self.size, self.on_gpu = rank, size, device_type == "cuda"
-        self.device = torch.device("cuda", rank) if self.on_gpu else torch.device("cpu")
-        self.accuracy: list[dict] = []
-
-    def case(self, hidden=256, intermediate_hidden=128, num_experts=16, num_topk=4, tokens=(150, 97), **options) -> MoeCase:
-        limit = 10**9 if self.on_gpu else 128
-        shape = {"hidden": min(hidden, limit), "intermediate_hidden": min(intermediate_hidden, limit)}
-        return MoeCase("processes", **shape, num_experts=num_experts, num_topk=num_topk, tokens=tokens[: self.size], **options)
-
-    def share(self, case: MoeCase, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        begin, count = sum(case.tokens[: self.rank]), case.num_local_experts
-        tokens, experts = slice(begin, begin + case.tokens[self.rank]), slice(self.rank * count, (self.rank + 1) * count)
-        return {name: tensor[experts if name.startswith(("dw", "db")) else tokens] for name, tensor in tensors.items()}
-
-
-class OneOfRanks(Ranks):
-    """`Ranks` of which only one is in this process."""
-
-    def __init__(self, process: Process, case: MoeCase):
-        self.process, self.case, self.inputs, self.device = process, case, make_inputs(case, process.device), process.device
-        self.group = dist.group.WORLD
-        self.buffers = {process.rank: self._make_buffer(process.rank)}
-
-    def _make_buffer(self, rank: int):
-        c = self.case
-        sizes = (c.num_experts, max(1, *c.tokens), c.num_topk, c.hidden, c.intermediate_hidden)
-        return deep_gemm.get_symm_buffer_for_mega_moe(self.group, *sizes, device=self.device, capacity_factor=c.capacity_factor)
-
-    def outputs(self) -> dict[str, torch.Tensor]:
-        rank, buffer = self.process.rank, self.buffers[self.process.rank]
-        self.poison()
-        y, state = deep_gemm.mega_moe_fwd(*self.arguments(rank), **self.biases(rank), **self.case.call_options())
-        self.poison()
-        grads = deep_gemm.mega_moe_bwd(self.inputs.dy[rank], state)
-        buffer.check()
-        return {"y": y, "dx": grads.dx, "dp": grads.dtopk_weights, "dw13": grads.dw13, "dw2": grads.dw2}
-
-    def poison(self) -> None:
-        # Peers may still read what this rank published for the last call, and it is about to be overwritten.
-        buffer = self.buffers[self.process.rank]
-        if buffer.backend_name == "cuda":
-            torch.cuda.synchronize()
-            dist.barrier()
-            buffer.backend("cuda").poison()
-            torch.cuda.synchronize()
-        dist.barrier()
 
 
 def results_match_the_oracle(process: Process) -> None:
@@ -180,18 +126,8 @@ SCENARIOS = [
 
 
 def _worker(rank: int, size: int, device_type: str, folder: str) -> None:
-    os.environ["DG_TIMEOUT_S"] = TIMEOUT_S
-    process = Process(rank, size, device_type)
-    options = {"backend": "gloo"}
-    if process.on_gpu:
-        torch.cuda.set_device(process.device)
-        torch.backends.cuda.matmul.allow_tf32 = False
-        options = {"backend": "nccl", "device_id": process.device}
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group(init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=timedelta(seconds=60), **options)
     outcome: dict[str, str | None] = {}
-    try:
+    with in_group(rank, size, device_type, folder, timeout_s=TIMEOUT_S) as process:
         for scenario in SCENARIOS:
             try:
                 scenario(process)
@@ -199,23 +135,6 @@ def _worker(rank: int, size: int, device_type: str, folder: str) -> None:
             except (Exception, pytest.fail.Exception):  # noqa: BLE001 - reported by the test of this scenario
                 outcome[scenario.__name__] = f"rank {rank}:\n{traceback.format_exc()}"
             torch.save((outcome, process.accuracy), f"{folder}/outcome{rank}.pt")
-    finally:
-        dist.destroy_process_group()
-
-
-def _join(context, deadline: float) -> str | None:
-    """Why the processes did not all end well; none is left running."""
-    try:
-        while not context.join(max(0.0, deadline - time.monotonic())):
-            if time.monotonic() >= deadline:
-                return f"the processes did not end in {JOIN_S} s"
-    except Exception as error:  # noqa: BLE001 - a process died; what it had finished is in its file
-        return str(error)
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-    return None
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["R1", "R2"])
@@ -225,7 +144,7 @@ def outcomes(request, rehearsal, accuracy, tmp_path_factory):
         pytest.skip(f"R = {size} needs {size} GPUs, this machine shows {torch.cuda.device_count()}")
     folder = Path(tmp_path_factory.mktemp(f"ep{size}"))
     context = mp.spawn(_worker, (size, "cpu" if rehearsal else "cuda", str(folder)), nprocs=size, join=False)
-    failure = _join(context, time.monotonic() + JOIN_S)
+    failure = join(context, JOIN_S)
     made = [torch.load(folder / f"outcome{rank}.pt") if (folder / f"outcome{rank}.pt").exists() else ({}, []) for rank in range(size)]
     for _, rows in made:
         accuracy.add("mega-moe", rows)
