@@ -3,8 +3,8 @@ step hangs.
 
     python tests/gpu/soak.py {routing,neighbours,cases} [--ranks N] [--processes] [--seconds 300] [--count N] [--json FILE] [--on-cpu]
 
-routing     random T (0 included), routing and save policy each step: forward and every gradient (backward is the staged one) have the bits of
-            the staged path; every ORACLE_EVERY-th step they meet the oracle's bounds too
+routing     random T (0 included), routing and save policy each step: y has the bits of the staged path, every gradient is within STAGED_BOUND of
+            its; every ORACLE_EVERY-th step they meet the oracle's bounds too
 neighbours  calls beside collectives and SM-filling kernels in random order (neighbours.py)
 cases       a random small case each step, with buffers of its own, against the oracle
 
@@ -32,17 +32,18 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from moe_support import make, random_case, same_bits, small, spread, tiny
+from moe_support import make, random_case, small, spread, tiny
 from process_support import OneOfRanks, Process, in_group, join
 
 from deep_gemm.mega.checks import SAVE_POLICIES
-from deep_gemm.testing import ROUTINGS, assert_close, results
+from deep_gemm.testing import ROUTINGS, assert_bitwise_equal, assert_close, results
 from deep_gemm.testing.moe_cases import MoeCase, Ranks, collect, compare, make_inputs, torch_outputs, truth
 
 STEP_LIMIT_S = 120  # a step with kernels to compile takes half a minute
 TIMEOUT_S = 15  # DG_TIMEOUT_S of processes
 ORACLE_EVERY = 10
 ORACLE_BOUND = 1e-2  # relative Frobenius error of y
+STAGED_BOUND = 2e-2  # the same between two BF16 results
 
 Step = Callable[[int], None]
 Row = dict[str, object]
@@ -158,7 +159,10 @@ class RandomRouting:
         ranks.load(case, make_inputs(case, self.world.device))
         poison = self.choose.random() < 0.5
         actual, expected = (self._outputs(ranks, backend, poison) for backend in self.world.backends)
-        same_bits(actual, expected, case.name)
+        assert_bitwise_equal(actual["y"], expected["y"], name=f"{case.name} y")
+        for name, tensor in expected.items():
+            if tensor.numel():
+                assert_close(actual[name], tensor, rel_frobenius=STAGED_BOUND, name=f"{case.name} {name}")
         if step % ORACLE_EVERY == 0:
             case, inputs = ranks.case, ranks.inputs
             exact, yardstick = (self.world.share(case, outputs(case, inputs)) for outputs in (truth, torch_outputs))

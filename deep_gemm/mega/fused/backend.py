@@ -39,7 +39,7 @@ class FusedBackend(StagedBackend):
         self._device = buffer.device
         shared = self._resources.num_sms  # of a device that virtual ranks share: their launches must start side by side
         self._cooperative = shared is None
-        self._config = choose_config(buffer.hidden, shared or gemm_launch.get_num_sms(buffer.device.index))
+        self._config = choose_config(shared or gemm_launch.get_num_sms(buffer.device.index))
         self._kernels = {}
         for config in (self._config, *(self._config.backward(dtype) for dtype in WGRAD_DTYPES)):
             if buffer.num_ranks > 1 or config == self._config:  # with peers nothing may be compiled at a call: `load_kernels`

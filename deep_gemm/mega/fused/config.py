@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from deep_gemm import _C
-from deep_gemm.gemm_config import BLOCK_K, BLOCK_M, D_TYPES, LONG_K, THREADS
+from deep_gemm.gemm_config import BLOCK_K, BLOCK_M, D_TYPES, THREADS
 from deep_gemm.jit import CppType, KernelSpec
 
 NUM_STAGES, BLOCK_N = 4, _C.mega_moe_constants()["block_n"]
@@ -73,9 +73,9 @@ CONFIGS = [ALONE, SHARED]
 BACKWARD_CONFIGS = [config.backward(dtype) for config in CONFIGS for dtype in WGRAD_DTYPES]
 
 
-def choose_config(hidden: int, num_sms: int) -> FusedConfig:
-    """As the GEMMs were measured apart (gemm_table.json): clusters of 2, but for a long contraction in GEMM 1."""
-    return ALONE if num_sms < SHARED.cluster or hidden >= LONG_K else SHARED
+def choose_config(num_sms: int) -> FusedConfig:
+    """Clusters of 2, where there are two SMs: as fast or faster for all shapes measured (docs/perf/mega_moe_forward.md)."""
+    return ALONE if num_sms < SHARED.cluster else SHARED
 
 
 def shipped_specs() -> list[KernelSpec]:

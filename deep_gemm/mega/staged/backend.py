@@ -118,5 +118,5 @@ def gemm_specs(settings: MegaMoeSettings, num_sms: int) -> list[jit.KernelSpec]:
 def load_kernels(settings: MegaMoeSettings, num_sms: int, device_index: int) -> None:
     """Loads every GEMM, and the fused forward, that calls can use (FusedBackend loads its backward). With peers nothing may be compiled at a call: a rank with a warm cache would wait in a barrier for one
     that compiles, perhaps longer than DG_TIMEOUT_S; and in a process that runs several ranks, loading while a kernel waits could block."""
-    for spec in [*gemm_specs(settings, num_sms), choose_fused(settings.hidden, num_sms).spec()]:
+    for spec in [*gemm_specs(settings, num_sms), choose_fused(num_sms).spec()]:
         jit.load(spec, device_index)
