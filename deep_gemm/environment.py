@@ -25,6 +25,11 @@ VARIABLES = {
         Variable("DG_PRINT_CONFIG", "0", "1: print the configuration that a call chose, once per configuration."),
         Variable("DG_TIMEOUT_S", "60", "Seconds that a rank waits for a peer before the call fails; read when a buffer is made."),
         Variable(
+            "DG_FUSED_BACKWARD",
+            "0",
+            "1: the fused backend's backward is one launch, too. It is right, and slower than the staged one so far (docs/fused_backward.md).",
+        ),
+        Variable(
             "DG_DEBUG", "0", "1: check the values of CUDA tensors (expert ids) at the call, with a host sync, instead of reporting later."
         ),
     )

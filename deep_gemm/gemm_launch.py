@@ -159,7 +159,7 @@ def remembered(call: Callable[..., None]) -> Callable[..., None]:
         if _recorded() is not None:
             return call(*args, **kwargs)
         try:
-            key = (_num_sms, *map(_memory_of, args), *kwargs, *map(_memory_of, kwargs.values()))
+            key = (_num_sms, *map(memory_of, args), *kwargs, *map(memory_of, kwargs.values()))
             plan = launches.get(key)
         except (TypeError, RuntimeError):  # not hashable, or a tensor without memory: the call says what it expects
             return call(*args, **kwargs)
@@ -176,7 +176,8 @@ def remembered(call: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
-def _memory_of(value: object) -> object:
+def memory_of(value: object) -> object:
+    """A key: equal for arguments that describe the same memory, and for equal values of one type."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
     value = tuple(value) if isinstance(value, list) else value

@@ -150,14 +150,18 @@ def test_bits_do_not_depend_on_the_order(kernels):
     for ctas, order in ((1, 1), (3, 2), (5, 3), (2, 4)):
         for again, expected in zip(differentiate(kernels, case, ctas=ctas, order=order), first, strict=True):
             for name in ("dx", "dtopk_weights", "dw13", "dw2"):
-                assert_bitwise_equal(joined(getattr(again, name)), joined(getattr(expected, name)), name=f"{name}, {ctas} CTAs, order {order}")
+                assert_bitwise_equal(
+                    joined(getattr(again, name)), joined(getattr(expected, name)), name=f"{name}, {ctas} CTAs, order {order}"
+                )
 
 
 @pytest.mark.parametrize("save", [False, True], ids=["recompute", "preact"])
 @pytest.mark.parametrize("needs", [("x",), ("topk_weights",), ("w13",), ("w2", "x"), ("w13", "topk_weights")])
 def test_each_gradient_alone_has_the_bits_of_all_together(needs, save, kernels):
     case = Case(2, tokens=(40, 33))
-    for alone, everything in zip(differentiate(kernels, case, save=save, needs=needs), differentiate(kernels, case, save=save), strict=True):
+    for alone, everything in zip(
+        differentiate(kernels, case, save=save, needs=needs), differentiate(kernels, case, save=save), strict=True
+    ):
         for name, attribute in {"x": "dx", "topk_weights": "dtopk_weights", "w13": "dw13", "w2": "dw2"}.items():
             if name in needs:
                 assert_bitwise_equal(joined(getattr(alone, attribute)), joined(getattr(everything, attribute)), name=attribute)
@@ -196,7 +200,8 @@ def test_backend_takes_the_launch_that_serves_the_call(kernels, monkeypatch):
     monkeypatch.setattr("deep_gemm.mega.fused.backend.current_stream", lambda device: 0)
     backend = object.__new__(FusedBackend)  # without what needs a device
     backend._resources, backend._config, backend._cooperative, backend._device = ranks.resources[0], kernels.config, True, None
-    backend._kernels = {kernels.wgrad_config: kernels.backward}
+    backend._kernels, backend._packed = {kernels.wgrad_config: kernels.backward}, {}
+    monkeypatch.setenv("DG_FUSED_BACKWARD", "1")
     problem = ranks.problem(0, case.inputs(0), activation=case.activation)
     with tensor_maps():
         made = backend.backward(problem, case.dy[0], torch.empty(0), frozenset(case.needs), WeightGrads(dtype=kernels.dtype))

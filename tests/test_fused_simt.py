@@ -160,7 +160,7 @@ def test_backend_launches_what_the_call_needs(save, num_sms, kernel, monkeypatch
     monkeypatch.setattr("deep_gemm.mega.fused.backend.current_stream", lambda device: 0)
     backend = object.__new__(FusedBackend)  # without what needs a device
     backend._resources, backend._config, backend._cooperative, backend._device = ranks.resources[0], kernel.config, True, None
-    backend._kernels = {kernel.config: kernel.compiled}
+    backend._kernels, backend._packed = {kernel.config: kernel.compiled}, {}
     backend._resources.num_sms = num_sms
     problem = ranks.problem(0, case.inputs(0), activation=case.activation, save=save)
     with tensor_maps():
@@ -196,7 +196,11 @@ def test_a_peer_that_does_not_come_is_named(kernel):
 
 FAULTS = {
     "a is not waited for": ("mainloop/sm90_mega_moe_forward_roles.cuh", "Traits::gemm1_writers(this->params)", "0u"),
-    "a counts before it is stored": ("mainloop/sm90_mega_moe_roles.cuh", "  threads.sync();\n  if (Warpgroup::leader()) ptx::red", "  if (Warpgroup::leader()) ptx::red"),
+    "a counts before it is stored": (
+        "mainloop/sm90_mega_moe_roles.cuh",
+        "  threads.sync();\n  if (Warpgroup::leader()) ptx::red",
+        "  if (Warpgroup::leader()) ptx::red",
+    ),
     "a row counts before it is stored": (
         "comm/dispatch_role.cuh",
         "    ptx::bulk_wait<0>();\n    ptx::fence_proxy_async();\n    unsigned number",

@@ -10,6 +10,7 @@ Needs deep_gemm installed, or PYTHONPATH=. in the checkout.
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -87,10 +88,22 @@ def contests(layer: Layer):
     y = layer.torch_path(leaves)
     _, state = layer.ours("preact")
     torch_backward = lambda: torch.autograd.grad(y, leaves, layer.dy, retain_graph=True)
-    yield "bwd", {"staged": lambda: layer.ours_backward(state), "torch": torch_backward}
+    _, fused_state = layer.ours("preact", "fused")
+    fused_backward = lambda: in_one_launch(lambda: layer.ours_backward(fused_state))
+    yield "bwd", {"fused": fused_backward, "staged": lambda: layer.ours_backward(state), "torch": torch_backward}
     del state
     _, state = layer.ours("recompute")
-    yield "bwd_recompute", {"staged": lambda: layer.ours_backward(state)}
+    _, fused_state = layer.ours("recompute", "fused")
+    yield "bwd_recompute", {"fused": fused_backward, "staged": lambda: layer.ours_backward(state)}
+
+
+def in_one_launch(call: Callable[[], object]) -> object:
+    """`call`, with the backward of the fused backend in one launch."""
+    os.environ["DG_FUSED_BACKWARD"] = "1"
+    try:
+        return call()
+    finally:
+        del os.environ["DG_FUSED_BACKWARD"]
 
 
 def slowest(layer: Layer, measured: timing.Timing) -> timing.Timing:

@@ -1,4 +1,4 @@
-"""The forward in one launch on the GPU: the staged path's bits where the order of sums is the same, the accuracy of the whole suite with it, any
+"""Forward and backward in one launch each on the GPU: the staged path's y, bit for bit, the accuracy of the whole suite, equal bits every time, any
 order of calls beside staged ones, graphs whose routing changes, many random small cases, a peer that does not come."""
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ from deep_gemm.testing.moe_cases import Ranks, compare, make_inputs, torch_outpu
 
 pytestmark = pytest.mark.gpu
 RANDOM_SECONDS = 25
+
+
+@pytest.fixture(autouse=True)
+def backward_in_one_launch(monkeypatch):
+    monkeypatch.setenv("DG_FUSED_BACKWARD", "1")
 
 
 @pytest.mark.parametrize(

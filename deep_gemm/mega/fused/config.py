@@ -13,7 +13,9 @@ from deep_gemm.jit import CppType, KernelSpec
 NUM_STAGES, BLOCK_N = 4, _C.mega_moe_constants()["block_n"]
 FORWARD_BOXES, BACKWARD_BOXES = 3, 4  # staging of the SwiGLU and dSwiGLU epilogues
 UNIT_ROWS = 1024  # of one expert that a GEMM, and later the next one, takes in one go: with what passes between them they stay in the L2
-LAG_WAVES = 2  # of a GEMM's tiles between a unit and the same unit of the next GEMM: the epilogue's stores have long landed
+LAG_WAVES = (
+    1  # of a GEMM's tiles between a unit and the same unit of the next GEMM: with 0 tiles wait for each other, with 2 they leave the L2
+)
 
 
 @dataclass(frozen=True)
