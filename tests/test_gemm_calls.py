@@ -476,10 +476,10 @@ def test_swiglu(machine, save_z):
         window_end=384,
         **GATE_FIELDS,
     )
-    addresses = {"a": x, "b": w13, "b_up": w13[:, 128:], "d_map": a} | ({"z_gate_map": z, "z_up_map": z[:, 128:]} if save_z else {})
-    for name, tensor in addresses.items():
+    for name, tensor in {"a": x, "b": w13, "b_up": w13[:, 128:]}.items():
         assert machine.maps[launch[name]][0] == tensor.data_ptr(), name
-    assert save_z or launch["z_gate_map"] == launch["z_up_map"] == bytes(128)
+    holds(launch, d=a.data_ptr(), ldd=128, gate_out=z.data_ptr() if save_z else 0, up_out=z[:, 128:].data_ptr() if save_z else 0)
+    assert launch["gate_up_ld"] == (256 if save_z else 0) and launch["z_gate_map"] == launch["z_up_map"] == bytes(128)
     assert launch.config.epilogue == "swiglu" and machine.maps[launch["b"]][4][1] == launch.config.tile.block_n // 2
 
 
@@ -491,10 +491,9 @@ def test_dswiglu(machine):
     gemm_launch.launch_dswiglu(dy, w2, z, dz, act, row_dp, ints(1, 200), GATE)
     launch = machine.only()
     holds(launch, m=256, n=width, k=64, num_groups=2, row_dp=row_dp.data_ptr(), row_dp_stride=300, **GATE_FIELDS)
-    half = {name: t[:, width:] for name, t in (("z", z), ("dz", dz))}
-    addresses = {"z_gate_map": z, "z_up_map": half["z"], "dz_gate_map": dz, "dz_up_map": half["dz"], "d_map": act, "a": dy, "b": w2}
-    for name, tensor in addresses.items():
+    for name, tensor in {"z_gate_map": z, "z_up_map": z[:, width:], "a": dy, "b": w2}.items():
         assert machine.maps[launch[name]][0] == tensor.data_ptr(), name
+    holds(launch, gate_out=dz.data_ptr(), up_out=dz[:, width:].data_ptr(), gate_up_ld=2 * width, d=act.data_ptr(), ldd=width)
     assert launch.config.tile.block_n == gemm_launch.DP_COLUMNS, "a partial sum of dp per tile"
 
 
