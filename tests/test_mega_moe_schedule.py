@@ -4,6 +4,7 @@ disjoint rows, and no way for CTAs that work through their tiles in order to wai
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -192,7 +193,7 @@ def test_a_step_keeps_its_distance():
     for backward, names in ((False, ("gemm1", "gemm2")), (True, ("gemm1", "dgrad2", "dgrad1"))):
         _, walked = walk([1024] * 8, backward=backward, width=768, hidden=512, capacity=1 << 20, unit=1024, lag=lag, ctas=ctas)
         order = [tile for step in zip(*(cta + [None] * 999 for cta in walked)) for tile in step if tile]  # tiles by number
-        for earlier, later in zip(names, names[1:]):
+        for earlier, later in pairwise(names):
             last = {tile["group"]: number for number, tile in enumerate(order) if tile["step"] == earlier}
             first = {}
             for number, tile in enumerate(order):
