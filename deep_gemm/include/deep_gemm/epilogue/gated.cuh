@@ -326,10 +326,10 @@ struct DswigluEpilogue {
     }
     const int pool_row = tile.m_begin + row + in_box;
     const bool exists = row + in_box < tile.num_rows && first + 4 * quad < params.n;
+    add_dp(tile, row, in_box, number, quad, dp);
+    store_half_chunk(params.d, params.ldd, pool_row, first, quad, act_word, exists);
     store_half_chunk(params.gate_out, params.gate_up_ld, pool_row, first, quad, gate_word, exists);
     store_half_chunk(params.up_out, params.gate_up_ld, pool_row, first, quad, up_word, exists);
-    store_half_chunk(params.d, params.ldd, pool_row, first, quad, act_word, exists);
-    add_dp(tile, row, in_box, number, quad, dp);
   }
 
   // The four threads of a quad hold one row. After the last part the row's sum goes out.

@@ -38,9 +38,8 @@ __device__ __forceinline__ void mega_moe_push(const MegaMoePushParams& params) {
 
 // 8 columns of one token. kInFlight slots are loaded before any is summed. Params: slots, weights, slot_expert, num_topk, hidden. The fused kernel
 // combines slots that were filled while it ran: hence loads from the L2.
-template <class Params>
+template <int kInFlight, class Params>
 __device__ __forceinline__ F32x8 combine_columns(const Params& params, int token, int column, bool aborted) {
-  constexpr int kInFlight = 8;
   const int first = token * params.num_topk;
   const int* expert = pointer<const int>(params.slot_expert) + first;
   const float* weight = pointer<const float>(params.weights) + first;
@@ -80,13 +79,13 @@ __device__ __forceinline__ void combine_dp(const MegaMoeCombineParams& params, b
 }
 
 // out[t] of all tokens: the whole grid. Params: those of combine_columns, out, num_tokens.
-template <class Params>
+template <int kInFlight, class Params>
 __device__ __forceinline__ void combine_tokens(const Params& params, bool aborted) {
   const int per_token = params.hidden / 8;
   const dg_i64 items = static_cast<dg_i64>(params.num_tokens) * per_token, stride = static_cast<dg_i64>(gridDim.x) * blockDim.x;
   for (dg_i64 i = static_cast<dg_i64>(blockIdx.x) * blockDim.x + threadIdx.x; i < items; i += stride) {
     const int token = static_cast<int>(i / per_token), column = 8 * static_cast<int>(i - static_cast<dg_i64>(token) * per_token);
-    store8(pointer<__nv_bfloat16>(params.out) + static_cast<dg_i64>(token) * params.hidden + column, combine_columns(params, token, column, aborted));
+    store8(pointer<__nv_bfloat16>(params.out) + static_cast<dg_i64>(token) * params.hidden + column, combine_columns<kInFlight>(params, token, column, aborted));
   }
 }
 
@@ -94,7 +93,7 @@ template <class Config>
 __device__ __forceinline__ void mega_moe_combine(const MegaMoeCombineParams& params) {
   const bool aborted = pointer<const MegaMoeControl>(params.control)->aborted;
   if (params.dp_out) combine_dp(params, aborted);
-  if (params.out) combine_tokens(params, aborted);
+  if (params.out) combine_tokens<4>(params, aborted);
 }
 
 }  // namespace deep_gemm::kernels

@@ -20,7 +20,7 @@ struct MegaMoeBackward {
     const MegaMoeCombineParams sums = {params.slots, 0, params.slot_expert, params.out, params.dp_slots, params.dp_out, params.control, params.num_tokens,
                                        params.num_topk, params.hidden};
     if (params.wants_dp) combine_dp(sums, aborted);
-    if (params.wants_dx) combine_tokens(sums, aborted);
+    if (params.wants_dx) combine_tokens<8>(sums, aborted);
   }
 };
 

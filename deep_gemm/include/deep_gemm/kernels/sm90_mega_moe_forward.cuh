@@ -14,7 +14,7 @@ struct MegaMoeForward {
   using Dispatch = ForwardDispatch<Traits>;
 
   __device__ __forceinline__ static void combine(const typename Config::Params& params) {
-    combine_tokens(params, pointer<const MegaMoeControl>(params.control)->aborted);
+    combine_tokens<8>(params, pointer<const MegaMoeControl>(params.control)->aborted);
   }
 };
 
