@@ -11,7 +11,7 @@ from deep_gemm.gemm_config import BLOCK_K, BLOCK_M, D_TYPES, THREADS
 from deep_gemm.jit import CppType, KernelSpec
 
 NUM_STAGES, BLOCK_N = 4, _C.mega_moe_constants()["block_n"]
-FORWARD_BOXES, BACKWARD_BOXES = 3, 4  # staging of the SwiGLU and dSwiGLU epilogues
+WGRAD_BOXES = 4  # of the staging that weight gradients leave through
 UNIT_ROWS = 1024  # of one expert that a GEMM, and later the next one, takes in one go: with what passes between them they stay in the L2
 LAG_WAVES = (
     1  # of a GEMM's tiles between a unit and the same unit of the next GEMM: with 0 tiles wait for each other, with 2 they leave the L2
@@ -42,7 +42,7 @@ class FusedConfig:
 
     def spec(self) -> KernelSpec:
         params = f"MegaMoe{self.direction.capitalize()}Params"
-        gradient = {} if self.wgrad_dtype is None else {"D": CppType(D_TYPES[self.wgrad_dtype][1])}
+        gradient = {} if self.wgrad_dtype is None else {"D": CppType(D_TYPES[self.wgrad_dtype][1]), "kStagingBoxes": WGRAD_BOXES}
         return KernelSpec(
             name=self.name,
             header=f"deep_gemm/kernels/sm90_mega_moe_{self.direction}.cuh",
@@ -57,7 +57,6 @@ class FusedConfig:
                 "kBlockN": BLOCK_N,
                 "kBlockK": BLOCK_K,
                 "kNumStages": NUM_STAGES,
-                "kStagingBoxes": FORWARD_BOXES if self.wgrad_dtype is None else BACKWARD_BOXES,
                 **gradient,
             },
             threads=THREADS,
