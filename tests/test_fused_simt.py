@@ -206,7 +206,7 @@ FAULTS = {
         "    ptx::bulk_wait<0>();\n    ptx::fence_proxy_async();\n    unsigned number",
         "    unsigned number",
     ),
-    "the pool is not waited for": ("comm/dispatch_role.cuh", "if (round > 0) wait_for_pool(round - 1);", ""),
+    "the pool is not waited for": ("comm/dispatch_role.cuh", "if (barriers().round > 0) wait_for_pool(barriers().round - 1);", ""),
     "rounds are counted together": (
         "kernels/sm90_mega_moe_traits.cuh",
         "ready(params, DG_READY_round_left, round), 1",

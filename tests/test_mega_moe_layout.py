@@ -36,7 +36,7 @@ def test_regions_hold_their_tensors():
               "combine": 2 * entries * 2048, "dp": 4 * entries}  # fmt: skip
     for name, nbytes in needed.items():
         assert nbytes <= layout.symm[name][1] < nbytes + 1024, name
-    needed = {"slot_expert": 4 * entries, "block_counts": 4 * 128 * 4, "group_ends": 4 * 16, "segment_begin": 4 * 128, "row_meta": 16 * rows, "row_dp": 4 * rows,
+    needed = {"slot_expert": 4 * entries, "block_counts": 4 * 128 * 4, "group_ends": 4 * 16, "segment_begin": 4 * 128, "row_meta": 16 * rows, "row_dp": 4 * 4 * rows,
               "rows": 4 * rows * 2048, "z": 4 * rows * 768, "act": 2 * rows * 768, "carry13": 16 * 768 * 2048, "carry2": 8 * 768 * 2048,
               "bias_sums": 4 * 16 * (2 * 768 + 2048)}  # fmt: skip
     for name, nbytes in needed.items():
