@@ -20,7 +20,7 @@ from .gemm_config import BLOCK_K, BLOCK_M, D_TYPES, GemmConfig, choose_config
 GROUP_ALIGNMENT = 128  # rows at which an m-group starts: block_m, so that no tile holds rows of two groups
 SWIZZLE_ELEMENTS = 64  # BF16 in one 128-byte swizzle row
 DP_COLUMNS = 192  # of dA' whose products with a one partial sum of dp covers: block_n of every dSwiGLU tile
-GATED_COLUMNS = 32  # of a box that the gated epilogues load and store (epilogue/gated.cuh)
+GATED_COLUMNS = 32  # of a box of z that dSwiGLU loads (epilogue/gated.cuh)
 NO_WINDOW = (0, 2**31 - 1)
 
 
